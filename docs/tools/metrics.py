@@ -200,6 +200,10 @@ ALERTS: dict[str, tuple[str, str, str, str]] = {
         "hpcsched_node_sample_age_seconds > 300 and on (node) hpcsched_node_up == 1", "5m", "warning",
         "Node {{ $labels.node }} is connected and sends no samples.",
     ),
+    "ClockOff": (
+        "abs(hpcsched_node_time_seconds + hpcsched_node_sample_age_seconds - timestamp(hpcsched_node_time_seconds)) > 60",
+        "5m", "warning", "The clock of node {{ $labels.node }} is off by more than a minute.",
+    ),
     "FileSystemHangs": (
         "hpcsched_node_filesystem_answers == 0", "2m", "critical",
         "{{ $labels.mount }} on node {{ $labels.node }} does not answer.",

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import select
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,6 @@ from hpcsched.alerts.state import (
     AlertBook,
     AlertCondition,
     AlertPhase,
-    AlertSeverity,
     Digest,
     Silence,
     Subscriber,
@@ -52,13 +52,14 @@ from hpcsched.alerts.state import (
 from hpcsched.child import ControllerSocket, main_of
 from hpcsched.config.load import MAIL_TO, ReceiverSettings
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
+from hpcsched.model.alerting import AlertSeverity, limits_of
 from hpcsched.model.codec import value_from_json, value_to_json
-from hpcsched.store.alerts import AlertDatabase, NewLetter, WaitingLetter
+from hpcsched.store.alerts import LONGEST_PAUSE_S, AlertDatabase, NewLetter, WaitingLetter
 from hpcsched.store.engine import OtherDatabaseError, is_damage
 
 Json = dict[str, Any]
 
-RETRIES_S = (60.0, 300.0, 1800.0)  # the last one again and again
+RETRIES_S = (60.0, 300.0, LONGEST_PAUSE_S)  # the last one again and again
 LONGEST_S = 3 * 86_400.0  # a letter is tried
 MAIL_KEPT_S = 8 * 86_400.0  # keys of job mail
 MAIL_PAST_S = 2 * 86_400.0  # older job mail is not sent
@@ -67,6 +68,7 @@ COLLECT_S = 600.0
 MOST_LETTERS_OF_USER = 200
 MOST_LETTERS = 20_000
 MOST_REFUSED = 1_000  # addresses that are not allowed, of which the log says something
+MOST_NEWS, NEWS_AT_ONCE = 10_000, 200  # alerts that fired or ended, for the controller
 MOST_LINES = 100  # of mails that are sent together
 SYNC_S, LASTS_S = 60.0, 600.0  # alerts are posted to an Alertmanager, and last there without that
 WATCHDOG_S = 300.0
@@ -77,6 +79,7 @@ MOST_LOOK_S = 60.0  # between two judgements, whether the controller says someth
 END_S = 4.0  # letters on their way at the end
 LOCK_S = 6.0  # longer than that
 JOBS = "(users)"  # the courier and the receiver of mail to users; no receiver of the configuration has this name
+REPORT = "(report)"  # what its letter is about, in the place of a user
 WATCHDOG = "(watchdog)"
 LOCK_FILE = "alerts.lock"
 MAX_CERTIFICATE_BYTES = 1 << 20
@@ -110,6 +113,7 @@ class AlertKeeper:
         self.began_s = 0.0  # of the database: older job mail is not sent
         self.states: dict[str, ReceiverState] = {}
         self.dropped = 0  # letters
+        self.news: dict[str, Json] = {}  # alerts that fired or ended, until the controller has them
         self._refused: set[str] = set()  # addresses that are not allowed, which was said
 
     # ----- the database
@@ -141,6 +145,7 @@ class AlertKeeper:
         book.waiting = {key for key in database.waiting() if key[0] != JOBS}
         book.looked_at_s = next((at_s for at_s, _ in read["look"].values()), None)
         self.book = book
+        self.news = {key: json.loads(data) for key, (_, data) in database.load("news").items()}
         silences = [value_from_json(Silence, json.loads(data)) for _, data in read["silence"].values()]
         self.silences = {one.id: one for one in silences}
         self._saved = {kind: dict.fromkeys(read[kind]) for kind in ("alert", "told", "sent", "silence")}
@@ -215,19 +220,31 @@ class AlertKeeper:
 
     # ----- what the controller says
 
-    def look(self, conditions: Sequence[AlertCondition], quiet_nodes: Mapping[str, str], now_s: float) -> None:
-        """Take what is wrong now, and keep the letters that are due."""
+    def look(
+        self,
+        conditions: Sequence[AlertCondition],
+        quiet_nodes: Mapping[str, str],
+        now_s: float,
+        known_news: Iterable[str] = (),
+    ) -> None:
+        """Take what is wrong now, and keep the letters that are due.
+
+        `known_news`: the controller has these.
+        """
         alerts = self.settings.alerts
         with self._change(now_s) as database:
+            before = dict(self.book.alerts)
+            database.drop("news", [key for key in known_news if self.news.pop(key, None) is not None])
             self.silences = {number: one for number, one in self.silences.items() if one.until_s > now_s - KEPT_S}
             self.book.keep_only(one.name for one in alerts.receivers)
             self.book.look(
-                rules.without(conditions, alerts.off),
+                rules.adjusted(conditions, alerts.rules),
                 now_s,
                 silences=list(self.silences.values()),
                 quiet_nodes=quiet_nodes,
                 inhibitions=rules.INHIBITIONS,
             )
+            self._keep_news(database, before, now_s)
             for digest in self.book.digests(
                 self._subscribers(), now_s, is_quiet_hour=is_quiet_hour(alerts.quiet, now_s)
             ):
@@ -235,6 +252,19 @@ class AlertKeeper:
             if alerts.tell_users and alerts.smtp:
                 for alert in self.book.of_owners():
                     self._tell_owner(database, alert, now_s)
+
+    def _keep_news(self, database: AlertDatabase, before: Mapping[str, Alert], now_s: float) -> None:
+        """Keep for the controller which alerts have fired or ended in this look."""
+        for key, alert in self.book.alerts.items():
+            known = before.get(key)
+            if known is alert or alert.phase is AlertPhase.PENDING:
+                continue
+            fired = alert.phase is AlertPhase.FIRING and (known is None or known.fired_at_s != alert.fired_at_s)
+            ended = alert.phase is AlertPhase.RESOLVED and known is not None and known.phase is AlertPhase.FIRING
+            number = f"{key}.{alert.phase.value}.{alert.fired_at_s}"
+            if (fired or ended) and len(self.news) < MOST_NEWS:
+                self.news[number] = _news_of(alert, now_s)
+                database.put("news", [(number, now_s, json.dumps(self.news[number]))])
 
     def _subscribers(self) -> list[Subscriber]:
         return [
@@ -272,6 +302,7 @@ class AlertKeeper:
 
     def take_mail(self, mails: Sequence[JobMail], now_s: float) -> None:
         """Keep the letters of job mail that is not known yet."""
+        self.began_s = min(self.began_s, now_s)  # the clock may have been set back
         with self._change(now_s) as database:
             for mail in mails:
                 if mail.at_s < max(self.began_s, now_s - MAIL_PAST_S) or database.has("mail", mail.key):
@@ -281,6 +312,18 @@ class AlertKeeper:
                 if to and self.settings.alerts.smtp:
                     letter = messages.letter_of_job(mail, self.settings.sender, to)
                     self._keep_mail(database, letter, mail.user, now_s)
+
+    def take_report(self, question: Json, now_s: float) -> Json:
+        """Keep the letter of a report; without one, say whether it is due. Each is sent once."""
+        key = str(question["key"])
+        database = self.database(now_s)
+        is_due = question["ended_at_s"] > self.began_s and not database.has("report", key)
+        if is_due and "letter" in question:
+            letter = value_from_json(Letter, question["letter"])
+            with self._change(now_s) as database:
+                database.put("report", [(key, now_s, "")])
+                database.add(NewLetter(JOBS, REPORT, now_s, now_s, _letter_text(letter)))
+        return {"due": is_due}
 
     def _keep_mail(self, database: AlertDatabase, letter: Letter, user: str, now_s: float) -> None:
         """Keep a letter to a user; one of many is put together with others."""
@@ -429,6 +472,22 @@ def _state_view(state: ReceiverState) -> Json:
     return {"why": state.why, "failing_since_s": state.failing_since_s, "sent_s": state.sent_s, "sent": state.sent}
 
 
+def _news_of(alert: Alert, now_s: float) -> Json:
+    """Return what the controller needs to record that an alert has fired or ended."""
+    condition = alert.condition
+    return {
+        "kind": "AlertFired" if alert.phase is AlertPhase.FIRING else "AlertResolved",
+        "name": condition.rule,
+        "at_s": now_s,
+        "text": condition.text,
+        "labels": dict(condition.labels),
+        "severity": condition.severity.value,
+        "uid": condition.uid,
+        "user": condition.user,
+        "account": condition.account,
+    }
+
+
 def _alert_view(alert: Alert) -> Json:
     condition = alert.condition
     return {
@@ -545,11 +604,13 @@ class AlertService:
                     self._conditions = [value_from_json(AlertCondition, one) for one in question["conditions"]]
                     self._quiet_nodes = dict(question["quiet_nodes"])
                     self._heard_s = self._monotonic_s()
-                    self._look(keeper, now_s)
-                    return {}
+                    self._look(keeper, now_s, question.get("known_news", ()))
+                    return {"news": dict(itertools.islice(keeper.news.items(), NEWS_AT_ONCE))}
                 case "mail":
                     keeper.take_mail([value_from_json(JobMail, one) for one in question["mails"]], now_s)
                     return {}
+                case "report":
+                    return keeper.take_report(question, now_s)
                 case "silence":
                     made = keeper.silence(question, now_s)
                     self._look(keeper, now_s)
@@ -563,15 +624,15 @@ class AlertService:
         except (sqlite3.Error, OSError, OtherDatabaseError) as error:
             raise UnavailableError(f"cannot use {keeper.settings.database}: {self._failed(keeper, error)}") from None
 
-    def _look(self, keeper: AlertKeeper, now_s: float) -> None:
+    def _look(self, keeper: AlertKeeper, now_s: float, known_news: Iterable[str] = ()) -> None:
         """Judge what the controller said last, and what is seen here."""
-        now_mono_s = self._monotonic_s()
+        now_mono_s, limits = self._monotonic_s(), limits_of(keeper.settings.alerts.rules)
         heard_s = now_mono_s if self._heard_s is None else self._heard_s
         if now_mono_s - self._head_s >= HEAD_S:
-            self._head_s, self._head = now_mono_s, list(rules.of_head(head_facts(keeper.settings, now_s)))
+            self._head_s, self._head = now_mono_s, list(rules.of_head(head_facts(keeper.settings, now_s), limits))
         silent_s = max(0.0, now_mono_s - heard_s - keeper.settings.alerts.interval)
-        silent = list(rules.of_head(WatchedHead(controller_silent_s=silent_s)))
-        keeper.look([*self._conditions, *self._head, *silent], self._quiet_nodes, now_s)
+        silent = list(rules.of_head(WatchedHead(controller_silent_s=silent_s), limits))
+        keeper.look([*self._conditions, *self._head, *silent], self._quiet_nodes, now_s, known_news)
         self._looked_s = now_mono_s
         if self._trouble:
             self._connection.say("info", "the database of alerts can be used again")

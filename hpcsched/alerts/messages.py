@@ -11,6 +11,7 @@ Matrix client-server API, m.room.message; RFC 5322, RFC 3834 (Auto-Submitted), R
 
 from __future__ import annotations
 
+import email
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,10 +25,11 @@ from urllib.parse import urlsplit
 
 from hpcsched.alerts.jobmail import JobMail
 from hpcsched.alerts.rules import one_line
-from hpcsched.alerts.state import Alert, AlertPhase, AlertSeverity, Digest
+from hpcsched.alerts.state import Alert, AlertPhase, Digest
 from hpcsched.config.keys import MAIL_ADDRESS
 from hpcsched.config.load import AlertSettings
 from hpcsched.listing.text import date_text
+from hpcsched.model.alerting import AlertSeverity
 
 Json = dict[str, Any]
 
@@ -55,6 +57,7 @@ class Letter:
     severity: AlertSeverity = AlertSeverity.INFO
     is_end: bool = False  # what it tells is over
     payload: str = ""
+    html: str = ""  # of mail: the same as a page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +213,26 @@ def mail_of(letter: Letter, sender: Sender, to: Sequence[str]) -> EmailMessage:
     if letter.severity is AlertSeverity.CRITICAL:
         message["Importance"] = "high"
     message.set_content("\n".join(letter.lines) + "\n")
+    if letter.html:
+        message.add_alternative(letter.html, subtype="html")
     return message
+
+
+def letter_of_report(mail: str, name: str, now_s: float, to: Sequence[str]) -> Letter:
+    """Return the letter with a report that hreport has written as a mail."""
+    message = email.message_from_string(mail, policy=policy.default)
+    text, page = message.get_body(("plain",)), message.get_body(("html",))
+    if text is None or page is None:
+        raise ValueError("it is not a mail with a text and a page")
+    return Letter(
+        id=name,
+        at_s=now_s,
+        subject=str(message["Subject"]),
+        lines=tuple(text.get_content().rstrip("\n").split("\n")),
+        thread="report",
+        to=tuple(to),
+        html=page.get_content(),
+    )
 
 
 def _id_part(text: str) -> str:

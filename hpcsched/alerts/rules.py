@@ -1,7 +1,8 @@
 """Find what is wrong with nodes, the head, the queue and running jobs: one table of rules.
 
 Pure. The controller collects the facts. The rules are few on purpose: each tells something that
-a person must do. None is about load. `RULES` has the name, severity, duration and meaning of each.
+a person must do. None is about load. `hpcsched.model.alerting` has the table of rules; the limits that a
+function gets are those of the table as hpcsched.toml changes them.
 
 Sources: etc/prometheus/alerts.yml has the same rules for clusters with a Prometheus;
 `hpcsched.metrics.hardware` and `hpcsched.metrics.findings` judge machines and jobs.
@@ -11,63 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from hpcsched.alerts.state import AlertCondition, AlertSeverity, Inhibition
+from hpcsched.alerts.state import AlertCondition, Inhibition
 from hpcsched.listing.text import date_text
 from hpcsched.metrics.findings import Bottleneck, SlowCause
 from hpcsched.metrics.hardware import hardware_problems
+from hpcsched.model.alerting import CRITICAL, DAY_S, HOUR_S, MINUTE_S, RULES, WARNING, AlertSeverity, RuleSettings
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.node import CHECKS
 from hpcsched.model.units import format_time_s
 
-INFO, WARNING, CRITICAL = AlertSeverity
-MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86_400.0
-
-SILENT_S = 5 * MINUTE_S  # without a sample
-MANY_DROPS = 4  # lost connections in half an hour
-FEW_NODES = 3  # with fewer, "most nodes are down" says nothing
-MANY_KILLS = 3  # for lack of memory, in an hour
-FULL = 0.03  # free part of a file system
-SOON_S, VERY_SOON_S = 14 * DAY_S, 3 * DAY_S  # of a certificate
-HEAD_FREE_MIB, HEAD_VERY_FULL_MIB = 1024, 128
+FEW_NODES = 3  # with fewer, "most nodes" says nothing
+VERY_SOON_S = 3 * DAY_S  # of a certificate
+HEAD_VERY_FULL_MIB = 128
 MAX_TEXT = 500
 MAX_LABEL = 200
-
-
-class AlertRule(NamedTuple):
-    """A rule. Its severity may be lower or higher in a single case."""
-
-    severity: AlertSeverity
-    for_s: float
-    meaning: str
-
-
-RULES: dict[str, AlertRule] = {
-    "NodeDown": AlertRule(WARNING, 5 * MINUTE_S, "a node is not connected, and was not switched off to save power"),
-    "MostNodesDown": AlertRule(CRITICAL, 2 * MINUTE_S, "most nodes are not connected: the network of the head, or its power"),
-    "NodeUnsteady": AlertRule(WARNING, 0.0, "the connection to a node was lost several times in half an hour"),
-    "NodeDrained": AlertRule(WARNING, 0.0, "a check has drained a node"),
-    "NodeSilent": AlertRule(WARNING, 5 * MINUTE_S, "a node is connected and sends no samples"),
-    "NodeSlow": AlertRule(WARNING, 0.0, "a node is slower than its class or than before, by hpcsched node bench"),
-    "NodeHot": AlertRule(WARNING, 10 * MINUTE_S, "a node with jobs is slowed down for heat"),
-    "ShareHangs": AlertRule(CRITICAL, 2 * MINUTE_S, "the share does not answer on some nodes"),
-    "FileSystemHangs": AlertRule(CRITICAL, 2 * MINUTE_S, "a file system of a node does not answer"),
-    "FileSystemFull": AlertRule(WARNING, 10 * MINUTE_S, "a file system of a node has less than 3 % of its space, or few inodes"),
-    "FileSystemReadOnly": AlertRule(CRITICAL, 5 * MINUTE_S, "a file system of a node is read-only"),
-    "MemoryErrors": AlertRule(CRITICAL, 0.0, "memory of a node or of a GPU is faulty"),
-    "OutOfMemory": AlertRule(WARNING, 0.0, "a node kills processes for lack of memory"),
-    "NetworkErrors": AlertRule(WARNING, 10 * MINUTE_S, "a network link of a node is faulty"),
-    "GpuDriverHangs": AlertRule(CRITICAL, 2 * MINUTE_S, "the GPU driver of a node does not answer"),
-    "BackupOld": AlertRule(CRITICAL, 15 * MINUTE_S, "no scheduled backup was made for two intervals"),
-    "QueueStuck": AlertRule(CRITICAL, 10 * MINUTE_S, "jobs wait, and no plan says what for"),
-    "PowerOverBudget": AlertRule(CRITICAL, 5 * MINUTE_S, "the nodes of a circuit take more than its budget, by their meters"),
-    "HeadDiskFull": AlertRule(WARNING, 10 * MINUTE_S, "the disk of the controller's database is full"),
-    "CertificateExpires": AlertRule(WARNING, 0.0, "the certificate of the gateway expires within 14 days"),
-    "ControllerSilent": AlertRule(CRITICAL, 2 * MINUTE_S, "the controller runs and does nothing"),
-    "JobWastes": AlertRule(INFO, 30 * MINUTE_S, "a job holds nodes or GPUs and does not use them; told to its user"),
-    "JobWillHitLimit": AlertRule(INFO, 0.0, "a job will reach its limit of time or memory; told to its user"),
-}  # fmt: skip
 GPU_IDLE_S = 2 * HOUR_S  # JobWastes, if the job has processes
 
 INHIBITIONS = (
@@ -110,7 +69,8 @@ class WatchedNode:
     """What the controller knows of a node. `hardware`: of `ControllerMetrics.hardware`.
 
     `down_why`: None: it is connected, or was switched off, or was never connected. `silent_s`: since its
-    last sample; None: it is not sampled. `slow`: what its assessment says.
+    last sample; None: it is not sampled. `slow`: what its assessment says. `clock_ahead_s`: its clock
+    minus that of the head at its last sample, None: not known.
     """
 
     name: str
@@ -123,27 +83,28 @@ class WatchedNode:
     conditions: Mapping[str, float] | None = None
     errors: Mapping[str, float] | None = None
     slow: str = ""
+    clock_ahead_s: float | None = None
 
 
-def of_node(node: WatchedNode, share: str) -> Iterator[AlertCondition]:
+def of_node(node: WatchedNode, share: str, limits: Mapping[str, float]) -> Iterator[AlertCondition]:
     """Yield what is wrong with a node. `share`: the path of the cluster's share."""
     name = node.name
     if node.down_why is not None:
         jobs = "; jobs hold it" if node.has_jobs else ""
         yield condition("NodeDown", f"{node.down_why}{jobs}", f"hpcsched doctor {name}", node=name)
-    if node.drops >= MANY_DROPS:
+    if node.drops >= limits["NodeUnsteady"]:
         text = f"the connection was lost {node.drops} times in half an hour"
         yield condition("NodeUnsteady", text, f"hpcsched doctor {name}", node=name)
     if node.drained_by in CHECKS:
         yield condition(
             "NodeDrained", f"drained by {node.drained_by}: {node.drained_why}", f"hctl resume {name}", node=name
         )
-    if node.silent_s is not None and node.silent_s > SILENT_S:
+    if node.silent_s is not None and node.silent_s > limits["NodeSilent"]:
         text = f"it is connected, and its last sample is {format_time_s(node.silent_s)} old"
         yield condition("NodeSilent", text, f"hpcsched doctor {name}", node=name)
     if node.slow:
         yield condition("NodeSlow", node.slow, f"hpcsched node bench {name}", node=name)
-    yield from _of_machine(node, share)
+    yield from _of_machine(node, share, limits)
 
 
 _BY_SERIES = {
@@ -161,7 +122,7 @@ _BY_SERIES = {
 }
 
 
-def _of_machine(node: WatchedNode, share: str) -> Iterator[AlertCondition]:
+def _of_machine(node: WatchedNode, share: str, limits: Mapping[str, float]) -> Iterator[AlertCondition]:
     """Yield what the last samples of a node show."""
     conditions, errors = node.conditions or {}, node.errors or {}
     for problem in hardware_problems(conditions, errors):
@@ -171,7 +132,7 @@ def _of_machine(node: WatchedNode, share: str) -> Iterator[AlertCondition]:
             continue
         if rule == "NodeHot" and not node.has_jobs:
             continue
-        if rule == "OutOfMemory" and errors.get(problem.series, 0) <= MANY_KILLS:
+        if rule == "OutOfMemory" and errors.get(problem.series, 0) < limits["OutOfMemory"]:
             continue
         if rule == "FileSystemReadOnly" and problem.label == "/":
             continue  # as images of nodes and containers have it
@@ -181,7 +142,12 @@ def _of_machine(node: WatchedNode, share: str) -> Iterator[AlertCondition]:
     for key, size in conditions.items():
         series, _, mount = key.partition(":")
         free = conditions.get(f"node_filesystem_free_bytes:{mount}")
-        if series == "node_filesystem_size_bytes" and size > 0 and free is not None and free < FULL * size:
+        if (
+            series == "node_filesystem_size_bytes"
+            and size > 0
+            and free is not None
+            and free < limits["FileSystemFull"] / 100 * size
+        ):
             text = f"{mount} has {free / 2**30:.1f} GiB free, {free / size:.1%}"
             yield condition("FileSystemFull", text, "delete files, or move them", node=node.name, mount=mount)
 
@@ -201,19 +167,22 @@ class WatchedCluster:
     circuits: Sequence[tuple[str, float, float]] = ()
 
 
-def of_cluster(facts: WatchedCluster, nodes: Sequence[WatchedNode], share: str) -> Iterator[AlertCondition]:
+def of_cluster(
+    facts: WatchedCluster, nodes: Sequence[WatchedNode], share: str, limits: Mapping[str, float]
+) -> Iterator[AlertCondition]:
     """Yield what is wrong with the cluster as a whole."""
     down = [node.name for node in nodes if node.down_why is not None]
-    if len(nodes) >= FEW_NODES and 2 * len(down) > len(nodes):
+    if len(nodes) >= FEW_NODES and 100 * len(down) > limits["MostNodesDown"] * len(nodes):
         text = f"{len(down)} of {len(nodes)} nodes are not connected: {_names(down)}"
         yield condition("MostNodesDown", text, "look at the network and the power of the head: hpcsched doctor")
+    yield from _of_clocks(nodes, limits["ClockOff"])
     hanging = [node.name for node in nodes if _hangs(node, share)]
     if hanging:
         text = f"{share} does not answer on {_names(hanging)}"
         yield condition("ShareHangs", text, "look at its server: hpcsched doctor", mount=share)
     if facts.backup is not None:
         age_s, every_s, why = facts.backup
-        if age_s is not None and age_s > 2 * every_s:
+        if age_s is not None and age_s > limits["BackupOld"] * every_s:
             text = f"the newest backup is {format_time_s(age_s)} old" + (f"; the last attempt: {why}" if why else "")
             yield condition("BackupOld", text, "hhealth shows more")
         elif age_s is None and why:
@@ -226,6 +195,28 @@ def of_cluster(facts: WatchedCluster, nodes: Sequence[WatchedNode], share: str) 
             text = f"the nodes take {watts:.0f} W, and the budget is {budget:.0f} W"
             remedy = "cancel or suspend a job; peak_watts or gpu_watts of a node may be too low: hctl show power"
             yield condition("PowerOverBudget", text, remedy, circuit=name or "all")
+
+
+def _of_clocks(nodes: Sequence[WatchedNode], limit_s: float) -> Iterator[AlertCondition]:
+    """Yield whose clock is wrong: that of the head if most nodes differ from it, or of nodes.
+
+    So a step of the head's clock is one condition, and not one of each node.
+    """
+    ahead_s = {node.name: node.clock_ahead_s for node in nodes if node.clock_ahead_s is not None}
+    most_s = sorted(ahead_s.values())[len(ahead_s) // 2] if len(ahead_s) >= FEW_NODES else 0.0
+    if abs(most_s) > limit_s:
+        text = f"the clock of the head is {_apart(-most_s)} those of most nodes"
+        yield condition("ClockOff", text, "set the clock of the head: chronyc tracking, timedatectl")
+    else:
+        most_s = 0.0
+    for name, one_s in ahead_s.items():
+        if abs(one_s - most_s) > limit_s:
+            text = f"its clock is {_apart(one_s - most_s)} that of {'most nodes' if most_s else 'the head'}"
+            yield condition("ClockOff", text, "let the node set its clock by NTP: timedatectl", node=name)
+
+
+def _apart(ahead_s: float) -> str:
+    return f"{format_time_s(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 def _hangs(node: WatchedNode, share: str) -> bool:
@@ -250,17 +241,17 @@ class WatchedHead:
     certificate: str = ""
 
 
-def of_head(facts: WatchedHead) -> Iterator[AlertCondition]:
+def of_head(facts: WatchedHead, limits: Mapping[str, float]) -> Iterator[AlertCondition]:
     """Yield what is wrong with the head."""
     if facts.controller_silent_s > MINUTE_S:
         text = f"it runs, and has said nothing for {format_time_s(facts.controller_silent_s)}"
         yield condition("ControllerSilent", text, "see its log; hpcsched doctor")
-    if facts.free_mib is not None and facts.free_mib < HEAD_FREE_MIB:
+    if facts.free_mib is not None and facts.free_mib < limits["HeadDiskFull"]:
         severity = CRITICAL if facts.free_mib < HEAD_VERY_FULL_MIB else WARNING
         text = f"{facts.state_dir} has {facts.free_mib} MiB free; without room no job can be submitted or started"
         yield condition("HeadDiskFull", text, "delete files on that disk", severity=severity)
     left_s = facts.certificate_left_s
-    if left_s is not None and left_s < SOON_S:
+    if left_s is not None and left_s < limits["CertificateExpires"]:
         ends = "has expired" if left_s <= 0 else f"expires in {format_time_s(left_s)}"
         severity = CRITICAL if left_s < VERY_SOON_S else WARNING
         yield condition(
@@ -322,6 +313,22 @@ def _owned(made: AlertCondition, job: WatchedJob, for_s: float) -> AlertConditio
     )
 
 
-def without(conditions: Iterable[AlertCondition], off: Collection[str]) -> list[AlertCondition]:
-    """Return the conditions of the rules that are not switched off."""
-    return [made for made in conditions if made.rule not in off]
+def adjusted(conditions: Iterable[AlertCondition], settings: Iterable[RuleSettings]) -> list[AlertCondition]:
+    """Return the conditions as the configuration wants their rules, without those off.
+
+    A condition that must last longer than its rule says, as that of idle GPUs, still does.
+    """
+    changes = {one.name: one for one in settings}
+    return [
+        _changed(made, changes[made.rule]) if made.rule in changes else made
+        for made in conditions
+        if made.rule not in changes or changes[made.rule].enabled
+    ]
+
+
+def _changed(made: AlertCondition, change: RuleSettings) -> AlertCondition:
+    severity = made.severity if change.severity is None else AlertSeverity(change.severity)
+    for_s = made.for_s if change.for_s is None else change.for_s
+    if made.for_s > RULES[made.rule].for_s:
+        for_s = max(for_s, made.for_s)
+    return replace(made, severity=severity, for_s=for_s)

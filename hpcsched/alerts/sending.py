@@ -60,6 +60,14 @@ def send_mail(letter: Letter, to: Sequence[str], settings: AlertSettings, sender
             server.close()
     except smtplib.SMTPRecipientsRefused as error:
         raise SendError(_recipients(error.recipients), is_final=_are_final(error.recipients)) from None
+    except smtplib.SMTPAuthenticationError as error:
+        raise SendError(
+            f"the mail server refuses the login of {settings.smtp_user}: {error.smtp_code} {_text(error.smtp_error)}"
+        ) from None
+    except ssl.SSLCertVerificationError as error:
+        raise SendError(
+            f"the certificate of the mail server {settings.smtp} is not trusted: {error.verify_message}; nothing was sent"
+        ) from None
     except smtplib.SMTPResponseException as error:
         why = f"the mail server answers {error.smtp_code}: {_text(error.smtp_error)}"
         is_letter = isinstance(error, smtplib.SMTPDataError) and error.smtp_code >= 500
@@ -71,9 +79,15 @@ def send_mail(letter: Letter, to: Sequence[str], settings: AlertSettings, sender
 
 
 def _connected(settings: AlertSettings) -> smtplib.SMTP:
-    """Return a connection to the mail server, logged in. Raises OSError, SMTPException."""
+    """Return a connection to the mail server, logged in.
+
+    If the settings say so it is encrypted, or there is none.
+
+    Raises SendError, OSError, SMTPException.
+    """
     url = urlsplit(settings.smtp)
     host = url.hostname or "localhost"
+    password = _password(settings.smtp_password) if settings.smtp_user else ""
     server: smtplib.SMTP
     if url.scheme == "smtps":
         server = smtplib.SMTP_SSL(host, url.port or 465, timeout=TIMEOUT_S, context=ssl.create_default_context())
@@ -83,7 +97,7 @@ def _connected(settings: AlertSettings) -> smtplib.SMTP:
         if url.scheme == "starttls":
             server.starttls(context=ssl.create_default_context())
         if settings.smtp_user:
-            server.login(settings.smtp_user, _secret(settings.smtp_password))
+            server.login(settings.smtp_user, password)
     except BaseException:
         server.close()
         raise
@@ -103,10 +117,34 @@ def _text(text: bytes | str) -> str:
     return text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
 
 
+def _password(place: str) -> str:
+    """Return the password in a file, or in a variable of the environment as ``$NAME``.
+
+    Raises SendError.
+    """
+    try:
+        if not place.startswith("$"):
+            return _secret(place)
+        password = os.environ.get(place[1:], "").strip()
+    except (OSError, ValueError) as error:
+        raise SendError(f"cannot read the password {place}: {error}") from None
+    if not password:
+        raise SendError(f"cannot read the password: the environment of the controller has no {place[1:]}")
+    return password
+
+
 def _secret(path: str) -> str:
-    """Return the content of a file with a password or token. Raises OSError, ValueError."""
+    """Return the content of a file with a password or token, which others cannot read.
+
+    Raises OSError, ValueError.
+    """
     with Path(path).open("rb") as stream:
-        return stream.read(MAX_SECRET_BYTES).decode("ascii").strip()
+        if os.fstat(stream.fileno()).st_mode & 0o027:
+            raise ValueError(f"others can read or write it; run: chmod 600 {path}")
+        secret = stream.read(MAX_SECRET_BYTES).decode("ascii").strip()
+    if not secret:
+        raise ValueError("it is empty")
+    return secret
 
 
 # ----- addresses of the web

@@ -30,6 +30,8 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from hpcsched.model.alerting import AlertSeverity
+
 HOLD_S, LONG_HOLD_S = 900.0, 3600.0
 FLAP_S = 6 * 3600.0
 GROUP_S = 600.0
@@ -39,12 +41,6 @@ LONGEST_GAP_S = 120.0  # between two looks; a longer time does not count
 MOST_ALERTS = 5_000
 MOST_SILENCES = 1_000
 MOST_FIRINGS = 16  # of an alert that are remembered
-
-
-class AlertSeverity(StrEnum):
-    INFO = "info"
-    WARNING = "warning"
-    CRITICAL = "critical"
 
 
 ORDER = tuple(AlertSeverity)

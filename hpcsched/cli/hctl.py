@@ -28,7 +28,7 @@ from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
 from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
-from hpcsched.listing.ecs import ecs_line, job_event_document
+from hpcsched.listing.ecs import ecs_line, event_document, event_sentence
 from hpcsched.listing.text import clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s, whole_number
@@ -172,7 +172,7 @@ COMMAND = Command(
         "hold | release | requeue | suspend | resume | sign JOB...",
         "update JOB... NAME=VALUE...",
         "create reservation NAME=VALUE... | update reservation NAME NAME=VALUE... | delete reservation NAME",
-        "story JOB | events [-f] [--json] [after=NUMBER]",
+        "story JOB | events [-f] [--json] [--kind=LIST] [--node=NODES] [after=NUMBER]",
         "update PartitionName=NAME State=UP|DOWN|DRAIN|INACTIVE",
         "drain NODES WHY | resume NODES | fence NODES [WHY] | power down|up NODES",
         "backup DIR [keep=N] | FILE",
@@ -209,6 +209,8 @@ COMMAND = Command(
     "programs use the API over the network (hpcsched gateway).",
     (
         Option("follow", "f", help="print events as they happen, until interrupted"),
+        Option("kind", "", "LIST", "print events of these only: job, node, reservation, configuration, alert"),
+        Option("node", "", "NODES", "print events of these nodes only"),
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
         Option("reason", "", "TEXT", "the reason for drain or fence, instead of WHY"),
@@ -298,9 +300,9 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "story": (("story JOB",), "Print the history of a job, and what it waits for now or how it ended."),
     "events": (
-        ("events [-f] [--json] [after=NUMBER]",),
-        "Print the events of jobs after event NUMBER, by default the last 100; with -f also those to come. --json prints "
-        "lines of ECS JSON for log shippers.",
+        ("events [-f] [--json] [--kind=LIST] [--node=NODES] [after=NUMBER]",),
+        "Print the events after event NUMBER, by default the last 100; with -f also those to come. --kind prints only those of "
+        "job, node, reservation, configuration or alert; --node those of nodes. --json prints ECS JSON lines for log shippers.",
     ),
     "drain": (
         ("drain NODES WHY", "drain NODES --reason=WHY"),
@@ -775,7 +777,7 @@ RETRY_S = 1.0
 
 
 def _events(rest: Sequence[str], words: Words) -> int:
-    """Print the events of jobs; with --follow until interrupted.
+    """Print events; with --follow until interrupted.
 
     A controller that restarts is waited for.
     """
@@ -783,10 +785,11 @@ def _events(rest: Sequence[str], words: Words) -> int:
     if after is None:
         after = max(0, client.call("GET", "/v1/events")["next"] - LAST_EVENTS)
     cluster = str(client.call("GET", "/v1/ping")["cluster"]) if words.has("json") else ""
+    filters = {name: words.last(option) for name, option in (("about", "kind"), ("node", "node")) if words.has(option)}
     follows, is_lost = words.has("follow"), False
     while True:
         try:
-            path = client.query("/v1/events", after=after, wait_s=EVENTS_WAIT_S if follows else 0)
+            path = client.query("/v1/events", after=after, wait_s=EVENTS_WAIT_S if follows else 0, **filters)
             answer = client.call("GET", path, timeout_s=2 * EVENTS_WAIT_S)
         except UnavailableError as error:
             if not follows:
@@ -802,7 +805,7 @@ def _events(rest: Sequence[str], words: Words) -> int:
             continue
         is_lost = False
         for event in answer["events"]:
-            print(ecs_line(job_event_document(event, cluster)) if words.has("json") else _event_text(event))
+            print(ecs_line(event_document(event, cluster)) if words.has("json") else _event_text(event))
         sys.stdout.flush()
         if not follows and answer["next"] == after:
             return 0
@@ -814,13 +817,14 @@ def _event_number(rest: Sequence[str]) -> int | None:
         return None
     name, equals, number = rest[0].partition("=")
     if len(rest) > 1 or name != "after" or not equals:
-        raise UsageError("cannot understand that: write hctl events [-f] [--json] [after=NUMBER]")
+        raise UsageError(
+            "cannot understand that: write hctl events [-f] [--json] [--kind=LIST] [--node=NODES] [after=NUMBER]"
+        )
     return whole_number(number, "the number of an event")
 
 
 def _event_text(event: Json) -> str:
-    owner = f" of {clean(event['user'])}" if event.get("user") else ""
-    return f"{date_text(event['at_s'])}  {event['seq']}  job {event['job_id']}{owner}: {event['kind']}"
+    return f"{date_text(event['at_s'])}  {event['seq']}  {clean(event_sentence(event))}"
 
 
 # ----- nodes and the controller
@@ -1273,18 +1277,23 @@ def _alerts(rest: Sequence[str], words: Words) -> int:
 
 
 def _print_rules(words: Words) -> int:
-    from hpcsched.alerts.rules import RULES  # no other verb needs them
+    """Print the rules as they apply, and where that is from."""
+    from hpcsched.model.alerting import limit_text  # no other verb needs it
 
-    rules = [
-        {"rule": name, "severity": rule.severity.value, "for_s": rule.for_s, "meaning": rule.meaning}
-        for name, rule in RULES.items()
-    ]
+    answer = client.call("GET", "/v1/alerts")
     rows = [
-        (name, rule.severity.value, format_time_s(rule.for_s) if rule.for_s else "at once", rule.meaning)
-        for name, rule in RULES.items()
+        (
+            clean(rule["rule"]),
+            rule["severity"] if rule["enabled"] else "off",
+            format_time_s(rule["for_s"]) if rule["for_s"] else "at once",
+            "-" if rule["limit"] is None else limit_text(rule["limit"], rule["unit"]),
+            f"{', '.join(rule['changed'])} of [alerts.rules]" if rule["changed"] else "default",
+            clean(rule["meaning"]),
+        )
+        for rule in answer["rules"]
     ]
-    text = columns(("RULE", "SEVERITY", "AFTER", "MEANING"), rows).rstrip("\n")
-    return _print_answer({"version": 1, "rules": rules}, words, text)
+    text = columns(("RULE", "SEVERITY", "AFTER", "LIMIT", "FROM", "MEANING"), rows).rstrip("\n")
+    return _print_answer({"version": 1, "rules": answer["rules"]}, words, text)
 
 
 def _alert_lines(answer: Json) -> list[str]:

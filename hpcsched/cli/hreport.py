@@ -12,7 +12,7 @@ import csv
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from typing import Any, NamedTuple
@@ -28,13 +28,14 @@ from hpcsched.metrics.usage_report import (
     DIMENSIONS,
     HOUR_S,
     ROOT_ACCOUNT,
+    HeldPart,
     NodeTime,
     Period,
+    ReadJobs,
     UsageRow,
     node_times,
     present_names,
     total_of,
-    unknown_jobs,
     usage_rows,
     with_first_seen,
 )
@@ -247,21 +248,20 @@ def months_of(period: Period) -> list[Period]:
 
 def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
     period = _period(words, now_s)
-    jobs = _jobs(words, period)
     nodes = client.call("GET", "/v1/nodes")["nodes"]
     names = present_names(nodes)
     wanted = set(expand_hostlist(",".join(words.given["nodelist"]))) if words.has("nodelist") else None
     if wanted is not None:
-        jobs = [_on_nodes(job, wanted, names) for job in jobs]
         nodes = [node for node in nodes if node["name"] in wanted]
     path = client.query("/v1/outages", start_s=period.start_s, end_s=period.end_s, kinds="down,drained,off")
     answer = client.call("GET", path)
     nodes, outages = with_first_seen(nodes, answer["first_seen_s"]), answer["outages"]
     config = client.call("GET", "/v1/config")
     periods = months_of(period) if "month" in by else [period]
-    prices = _prices(period)
+    read, prices = ReadJobs(), _prices(period)
+    jobs = read.reading(_jobs(words, period, wanted, names))
     use = {row.key: row for row in usage_rows(jobs, periods, by, names, prices.energy)}
-    of_nodes = _of_nodes(periods, by, jobs, nodes, outages)
+    of_nodes = _of_nodes(periods, by, read.held, nodes, outages)
     energy, trouble = _energy(periods, by, nodes, prices.energy) if OF_NODES.issuperset(by) else ({}, "")
     keys = sorted({*use, *of_nodes} if OF_NODES.issuperset(by) else use)
     rows = [
@@ -280,11 +280,11 @@ def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
     source = (
         total.energy.source
         if total.energy is not None
-        else _job_sources(jobs)
+        else "+".join(sorted(read.sources))
         if total.use.joules is not None
         else None
     )
-    notes = [*_notes(jobs, nodes, total, config, periods), *([trouble] if trouble else [])]
+    notes = [*_notes(read, nodes, total, config, periods), *([trouble] if trouble else [])]
     return UsageReport(config["config"]["cluster"], period, by, rows, total, prices, notes, source)
 
 
@@ -304,11 +304,13 @@ def _prices(period: Period) -> ReportPrices:
     )
 
 
-def _jobs(words: Words, period: Period) -> list[Json]:
-    users = ",".join(words.listed("user"))
-    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1, energy=1)["jobs"]
-    accounts = words.listed("accounts")
-    return [job for job in jobs if not accounts or (job["account"] or ROOT_ACCOUNT) in accounts]
+def _jobs(words: Words, period: Period, wanted: set[str] | None, names: Mapping[str, str]) -> Iterator[Json]:
+    """Yield the jobs of the period, each with what it held of the `wanted` nodes."""
+    users, accounts = ",".join(words.listed("user")), words.listed("accounts")
+    filters = {"user": users, "start_s": period.start_s, "end_s": period.end_s}
+    for job in client.each_of_history(**filters, attempts=1, energy=1):
+        if not accounts or (job["account"] or ROOT_ACCOUNT) in accounts:
+            yield job if wanted is None else _on_nodes(job, wanted, names)
 
 
 def _on_nodes(job: Json, wanted: set[str], names: Mapping[str, str]) -> Json:
@@ -324,12 +326,12 @@ def _on_nodes(job: Json, wanted: set[str], names: Mapping[str, str]) -> Json:
 
 
 def _of_nodes(
-    periods: Sequence[Period], by: Sequence[str], jobs: list[Json], nodes: list[Json], outages: list[Json]
+    periods: Sequence[Period], by: Sequence[str], held: list[HeldPart], nodes: list[Json], outages: list[Json]
 ) -> dict[tuple[str, ...], NodeTime]:
     """Return the time of the nodes, by node and month if the report is by these."""
     found: dict[tuple[str, ...], NodeTime] = {}
     for period in periods:
-        for node, times in node_times(period, jobs, nodes, outages).items():
+        for node, times in node_times(period, held, nodes, outages).items():
             found.setdefault(_node_key(by, node, period), NodeTime()).add(times)
     return found
 
@@ -385,12 +387,8 @@ def _sum_of(parts: Iterable[NodeEnergy]) -> NodeEnergy | None:
     )
 
 
-def _job_sources(jobs: Iterable[Json]) -> str:
-    return "+".join(sorted({use["source"] for job in jobs for use in job.get("energy") or ()}))
-
-
 def _notes(
-    jobs: Sequence[Json], nodes: Sequence[Json], total: ReportRow, config: Json, periods: Sequence[Period]
+    read: ReadJobs, nodes: Sequence[Json], total: ReportRow, config: Json, periods: Sequence[Period]
 ) -> list[str]:
     use, capacity = total.use, total.capacity
     notes = []
@@ -399,8 +397,8 @@ def _notes(
         notes.append(
             f"Users may not see all {', '.join(sorted(hidden))} of others here: the report has what you may see."
         )
-    if unknown := unknown_jobs(jobs):
-        notes.append(f"The use of {unknown} jobs is not known, because their events do not fit together.")
+    if read.unknown:
+        notes.append(f"The use of {read.unknown} jobs is not known, because their events do not fit together.")
     elsewhere_s = max(0.0, use.cpu_s - capacity.allocated_s)
     if elsewhere_s > 0.005 * use.cpu_s:
         notes.append(
@@ -415,8 +413,10 @@ def _notes(
             f"Energy: {total.energy.source}, known for {total.energy.covered_s / whole_s:.0%} of the nodes' time; "
             f"'component' is without the rest of the machine."
         )
-    elif use.joules is not None:
-        notes.append(f"Energy: what jobs caused on their nodes, without idle nodes ({_job_sources(jobs)}).")
+    if use.measured_gpu_s:
+        notes.append(f"GPUs were sampled for {use.measured_gpu_s / use.gpu_s:.0%} of the time that jobs held them.")
+    if total.energy is None and use.joules is not None:
+        notes.append(f"Energy: what jobs caused on their nodes, without idle nodes ({'+'.join(sorted(read.sources))}).")
     return notes
 
 
@@ -491,6 +491,12 @@ COLUMNS = (
     FigureColumn("waste", "unused_cpu_hours", "unused cpu-hours", _hours(lambda use: use.unused_cpu_s), _number_text),
     FigureColumn("waste", "unused_part", "of measured",
                  lambda row, _: _ratio(row.use.unused_cpu_s, row.use.measured_cpu_s), _part_text),
+    FigureColumn("waste", "unused_mem_gib_hours", "unused GiB-hours",
+                 lambda row, _: None if row.use.unused_mem_mib_s is None else row.use.unused_mem_mib_s / 1024 / HOUR_S,
+                 _number_text),
+    FigureColumn("waste", "idle_gpu_hours", "idle GPU-hours", _hours(lambda use: use.idle_gpu_s), _number_text),
+    FigureColumn("waste", "idle_gpu_part", "of sampled",
+                 lambda row, _: _ratio(row.use.idle_gpu_s, row.use.measured_gpu_s), _part_text),
     FigureColumn("waste", "requeued_cpu_hours", "requeued", _hours(lambda use: use.requeued_cpu_s), _number_text),
     FigureColumn("waste", "failed_cpu_hours", "failed", _hours(lambda use: use.failed_cpu_s), _number_text),
     FigureColumn("nodes", "capacity_cpu_hours", "cpu-hours", lambda row, _: row.capacity.capacity_s / HOUR_S, _number_text),
@@ -670,10 +676,10 @@ def _mail(report: UsageReport, shown: Sequence[str], to: Sequence[str]) -> str:
         subject=f"[{report.cluster}] use from {days}",
         lines=tuple(_text(report, shown, header=True).split("\n")),
         thread="report",
+        html=_page(report, shown),
     )
     message = mail_of(letter, sender, to)
     message.replace_header("List-Id", message["List-Id"].replace("<alerts.", "<reports.", 1))
-    message.add_alternative(_page(report, shown), subtype="html")
     return message.as_bytes(policy=message.policy.clone(linesep="\n")).decode("ascii")
 
 

@@ -38,9 +38,11 @@ from hpcsched.client.protocol import (
     query,
 )
 
+PAGE_JOBS = 5_000
+
 TYPE_CHECKING = False  # for type checkers; importing typing takes a tenth of a command's start
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from os import PathLike
     from typing import Any, TypeVar
 
@@ -163,6 +165,20 @@ def history(most: int | None = None, **filters: object) -> Json:
         after = answer.get("next_cursor")
         if not after or (most is not None and len(jobs) >= most):
             return {**answer, "jobs": jobs}
+
+
+def each_of_history(**filters: object) -> Iterator[Json]:
+    """Yield the jobs of the history that match, page by page, so that few are in memory.
+
+    Raises as `call`.
+    """
+    after = None
+    while True:
+        answer = call("GET", query("/v1/history", **filters, limit=PAGE_JOBS, after=after))
+        yield from answer["jobs"]
+        after = answer.get("next_cursor")
+        if not after:
+            return
 
 
 def fetch_log(

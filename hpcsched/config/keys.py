@@ -229,6 +229,15 @@ def address_or_file(value: Any) -> str:
     return absolute_path(value) if text(value).startswith("/") else web_address(value)
 
 
+def file_or_variable(value: Any) -> str:
+    """Return the absolute path of a file, or a variable of the environment after ``$``."""
+    if text(value).startswith("$"):
+        if not re.fullmatch(r"\$[A-Za-z_][A-Za-z0-9_]{0,99}", value):
+            raise BadValue('wants a variable as "$SMTP_PASSWORD", or an absolute path')
+        return str(value)
+    return absolute_path(value)
+
+
 def yes_no(value: Any) -> bool:
     if not isinstance(value, bool):
         raise BadValue("wants true or false")
@@ -260,6 +269,11 @@ def seconds(least: float = 0.0) -> Callable[[Any], float]:
         return float(value)
 
     return kind
+
+
+def text_or_number(value: Any) -> str | float:
+    """Return a number, or a text on one line, of which more is known later."""
+    return value if type(value) in (int, float) else text(value)
 
 
 def number(least: float = 0.0, most: float = 1e9) -> Callable[[Any], float]:
@@ -369,6 +383,18 @@ def one_of(*choices: str) -> Callable[[Any], str]:
         if value not in choices:
             raise BadValue(f"wants one of {', '.join(choices)}")
         return str(value)
+
+    return kind
+
+
+def some_of(*choices: str) -> Callable[[Any], tuple[str, ...]]:
+    """Return the kind of lists that have at least one of these words, and no others."""
+
+    def kind(value: Any) -> tuple[str, ...]:
+        found = tuple(_list(value))
+        if not found or any(word not in choices for word in found):
+            raise BadValue(f"wants a list of some of {', '.join(choices)}")
+        return found
 
     return kind
 
@@ -589,10 +615,18 @@ COST = (
         "How many grams of CO2 a kilowatt-hour causes: a number, or such a table. 0: not shown."),
 )
 
+REPORTS = (
+    Key("mail", mail_addresses, [],
+        "Who gets the report of hreport on each month by mail, on the first day of the next one; it needs smtp of [alerts]."),
+    Key("by", some_of("user", "account", "partition", "node", "month"), ["account", "user"],
+        "Its rows: some of user, account, partition, node and month."),
+)
+
 LOG = (
     Key("format", one_of("text", "ecs"), "text",
-        "How the controller and the gateway write their logs: text, or ecs: one JSON object on each line, in the Elastic Common "
-        "Schema, for log shippers. It applies when they start."),
+        "How the controller, the gateway and the agents of the nodes write their logs: text, or ecs: one JSON object on each "
+        "line, in the Elastic Common Schema, for log shippers. It applies when controller and gateway start, and to agents when "
+        "they are connected."),
 )
 
 METRICS = (
@@ -619,12 +653,13 @@ ALERTS = (
         "Whether the cluster is watched for what hctl alerts rules lists, by a process of its own with its state in alerts.db in "
         "state_dir."),
     Key("interval", seconds(0.1), "10s", "How often it looks."),
-    Key("off", words, [], "The rules that are not applied, by name."),
     Key("smtp", mail_server, "",
         "The mail server: \"smtp://localhost\"; \"starttls://HOST:587\" and \"smtps://HOST\" are encrypted, with a certificate "
         "that the system trusts. Empty: no mail is sent, also not that of hsub --mail-type."),
     Key("smtp_user", text, "", "The account at the mail server. Empty: none."),
-    Key("smtp_password", absolute_path, "", "A file with its password, that only the controller's account can read."),
+    Key("smtp_password", file_or_variable, "",
+        "A file with its password, that only the controller's account can read (chmod 600), or a variable of the controller's "
+        "environment: \"$SMTP_PASSWORD\"."),
     Key("mail_from", optional(mail_address), "", "The sender of the mail. Empty: hpcsched@ and the name of this machine."),
     Key("mail_domain", text, "",
         "The domain of mail to users: with example.org, mail for user anna goes to anna@example.org. Empty: to anna, whom the "
@@ -655,6 +690,18 @@ RECEIVER = (
     Key("least", one_of("info", "warning", "critical"), "info", "The lowest severity that it gets."),
     Key("resolved", yes_no, True, "Whether it is told when an alert is over."),
 )
+
+ALERT_RULE = (
+    Key("enabled", yes_no, True, "Whether the rule is applied."),
+    Key("for", unless_empty(seconds()), "",
+        "How long what is wrong must last before it is told: \"10m\". Empty: as hctl alerts rules shows."),
+    Key("severity", unless_empty(one_of("info", "warning", "critical")), "", "How bad it is. Empty: as the rule says."),
+    Key("limit", text_or_number, "",
+        "The number that decides, of rules that have one: \"90s\" of ClockOff, \"2G\" of HeadDiskFull, 5 (percent) of "
+        "FileSystemFull. Empty: as hctl alerts rules shows."),
+)
+
+RULE_LIMITS: dict[str, Callable[[Any], Any]] = {"s": seconds(), "MiB": memory_mib, "%": number(), "": number()}
 
 SYNC = (
     Key("files", sync_files, [],
@@ -870,6 +917,7 @@ SECTIONS = {
     "audit": AUDIT,
     "backup": BACKUP,
     "cost": COST,
+    "reports": REPORTS,
     "log": LOG,
     "metrics": METRICS,
     "alerts": ALERTS,

@@ -43,6 +43,7 @@ from hpcsched.config.accounts import (
     limits_from,
 )
 from hpcsched.config.keys import (
+    ALERT_RULE,
     ALERTS,
     AUDIT,
     BACKUP,
@@ -59,10 +60,13 @@ from hpcsched.config.keys import (
     POWER,
     PRIVACY,
     RECEIVER,
+    REPORTS,
     ROLES,
+    RULE_LIMITS,
     SCHEDULER,
     SWITCH,
     SYNC,
+    BadValue,
     Key,
     is_remote,
     refuse_unknown,
@@ -72,6 +76,7 @@ from hpcsched.config.keys import (
 )
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Accounting
+from hpcsched.model.alerting import RULES, RuleSettings, limit_text
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import Circuit, Gpu, NodeSpec, Partition, PartitionState
 from hpcsched.model.retention import KeptBackups
@@ -219,7 +224,7 @@ class AlertSettings:
 
     on: bool = True
     interval: float = 10.0  # seconds
-    off: tuple[str, ...] = ()
+    rules: tuple[RuleSettings, ...] = ()
     smtp: str = ""
     smtp_user: str = ""
     smtp_password: str = ""
@@ -253,6 +258,14 @@ class PowerSettings:
     resume_timeout: float = 600.0
     min_on: float = 1800.0
     budget_watts: float = 0.0  # 0: there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSettings:
+    """[reports]; see `hpcsched.config.keys.REPORTS` for each."""
+
+    mail: tuple[str, ...] = ()
+    by: tuple[str, ...] = ("account", "user")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,6 +391,7 @@ class Config:
     sync: SyncSettings = SyncSettings()
     backup: BackupSettings = BackupSettings()
     cost: Tariff = Tariff()
+    reports: ReportSettings = ReportSettings()
     log_format: str = "text"  # or "ecs"
     power: PowerSettings = PowerSettings()
     circuits: tuple[Circuit, ...] = ()
@@ -532,6 +546,7 @@ _KNOWN_TABLES = (
     "power",
     "backup",
     "cost",
+    "reports",
     "log",
     "scheduler",
     "gateway",
@@ -573,6 +588,7 @@ def build_config(
         sync=SyncSettings(**values_of(path, "[sync]", tables.get("sync", {}), SYNC)),
         backup=_backup(path, tables.get("backup", {})),
         cost=Tariff(**values_of(path, "[cost]", tables.get("cost", {}), COST)),
+        reports=_reports(path, tables),
         log_format=_log_format(path, tables),
         power=_power(path, tables.get("power", {}), controller),
         circuits=_circuits(path, tables.get("power", {}), [node.spec for node in nodes]),
@@ -589,6 +605,13 @@ def _backup(path: Path, table: Any) -> BackupSettings:
     return settings
 
 
+def _reports(path: Path, tables: Mapping[str, Any]) -> ReportSettings:
+    settings = ReportSettings(**values_of(path, "[reports]", tables.get("reports", {}), REPORTS))
+    if settings.mail and not table_of(path, "[alerts]", tables.get("alerts", {})).get("smtp"):
+        raise ConfigError(f"cannot use {path}: [reports] mail needs smtp of [alerts], the mail server")
+    return settings
+
+
 MAIL_TO = "mail_to"  # the name of the receiver that this key makes
 MAX_RECEIVERS = 50
 
@@ -596,7 +619,9 @@ MAX_RECEIVERS = 50
 def _alerts(path: Path, table: Any) -> AlertSettings:
     table = dict(table_of(path, "[alerts]", table))
     named = table_of(path, "[alerts.receivers]", table.pop("receivers", {}))
-    values = values_of(path, "[alerts]", table, ALERTS, also=("receivers",))
+    changed = table_of(path, "[alerts.rules]", table.pop("rules", {}))
+    values = values_of(path, "[alerts]", table, ALERTS, also=("receivers", "rules"))
+    refuse_unknown(path, "[alerts.rules]", changed, tuple(RULES), kind="rule")
     if len(named) > MAX_RECEIVERS:
         raise ConfigError(f"cannot use {path}: [alerts.receivers] has {len(named)}, and at most {MAX_RECEIVERS} may be")
     receivers = [_receiver(path, name, receiver, values["smtp"]) for name, receiver in named.items()]
@@ -610,7 +635,29 @@ def _alerts(path: Path, table: Any) -> AlertSettings:
             f"cannot use {path}: [alerts] smtp_user needs smtp_password, and smtp with starttls:// or smtps://, so that the "
             "password is not sent in clear text"
         )
-    return AlertSettings(**values, receivers=tuple(receivers))
+    rules = tuple(_alert_rule(path, name, rule) for name, rule in changed.items())
+    return AlertSettings(**values, rules=rules, receivers=tuple(receivers))
+
+
+def _alert_rule(path: Path, name: str, table: Any) -> RuleSettings:
+    where = f"[alerts.rules.{name}]"
+    values = values_of(path, where, table, ALERT_RULE)
+    given, limit = values["limit"], RULES[name].limit
+    if given == "":
+        value = None
+    elif limit is None:
+        raise ConfigError(f"cannot use {path}: {where} limit = {given!r}: this rule has no limit")
+    else:
+        try:
+            value = float(RULE_LIMITS[limit.unit](given))
+        except BadValue as error:
+            raise ConfigError(f"cannot use {path}: {where} limit = {given!r}: {error}") from None
+        if not limit.least <= value <= limit.most:
+            least, most = limit_text(limit.least, limit.unit), limit_text(limit.most, limit.unit)
+            raise ConfigError(f"cannot use {path}: {where} limit = {given!r}: wants {least} to {most}")
+    return RuleSettings(
+        name=name, enabled=values["enabled"], for_s=values["for"], severity=values["severity"], limit=value
+    )
 
 
 def _receiver(path: Path, name: str, table: Any, smtp: str) -> ReceiverSettings:
@@ -981,6 +1028,11 @@ _RECEIVERS = """
 # Who else gets the alerts: [alerts.receivers.NAME] for each. hctl alerts test NAME tries it. To set one, take the "# " away.
 #
 """
+_ALERT_RULES = """
+# What is different about a rule of alerts: [alerts.rules.NAME] for each. hctl alerts rules shows all, and what applies. To
+# change one, take the "# " away.
+#
+"""
 _CIRCUITS = """
 # Circuits with budgets of their own: [power.circuits.NAME] for each. To set one, take the "# " away.
 #
@@ -998,6 +1050,7 @@ _NAMED_SECTIONS = {
     "qos": QOS,
     "topology.switches": SWITCH,
     "alerts.receivers": RECEIVER,
+    "alerts.rules": ALERT_RULE,
     "power.circuits": CIRCUIT,
 }
 _MAIN = "partitions.main"
@@ -1023,6 +1076,7 @@ def render_config(chosen: Mapping[str, Mapping[str, object]]) -> str:
     parts.append(_ACCOUNT_HEAD + "\n".join(_commented(_section(*item, {})) for item in _NAMED.items()))
     parts.append(_commented(_LICENSES))
     parts.append(_RECEIVERS + _commented(_section("alerts.receivers.chat", RECEIVER, {})))
+    parts.append(_ALERT_RULES + _commented(_section("alerts.rules.ClockOff", ALERT_RULE, {})))
     parts.append(_CIRCUITS + _commented(_section("power.circuits.rack1", CIRCUIT, {})))
     parts.append(_TOPOLOGY + _commented(_section("topology.switches.s1", SWITCH, {})))
     return "".join([*parts, *more])

@@ -1,4 +1,4 @@
-"""Charge jobs for the energy that they cause on their nodes, sample after sample.
+"""Charge jobs for their energy, and note how busy their GPUs are, sample after sample.
 
 `hpcsched.metrics.energy` decides what a node used and which part of it is of which job. The ledger keeps what it needs between
 samples, and writes increments to the database once a minute, and soon after a job has ended. With them it writes what the meters
@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcsched.metrics.energy import SERIES, DeclaredPower, JobKey, JobPart, interval_energy, split
 from hpcsched.metrics.series import SAMPLED, JobRow, NodeSample, read_column
-from hpcsched.model.accounting import EnergyUse
+from hpcsched.model.accounting import EnergyUse, GpuUse
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Job
 from hpcsched.model.node import Node
@@ -25,6 +25,7 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
 WRITE_EVERY_S = 60.0
+LONGEST_SAMPLE_S = 180.0  # GPUs are not known for longer than that after a sample
 RECENT_S = 180.0
 _MARKED = frozenset({*SERIES, "node_cpu_seconds_total"})
 _Use = tuple[JobId, int, NodeName, str]  # job, attempt, node and source
@@ -170,3 +171,50 @@ def _cpu_time(row: JobRow) -> float:
         if column.series.name == "job_cpu_seconds_total" and value is not None:
             return float(value)
     return 0.0
+
+
+class GpuLedger:
+    """The GPU time of jobs, and its busy part, from samples; written as the energy is."""
+
+    def __init__(self, cluster: ClusterState, keep: Callable[[Callable[[Transaction], Any]], None]) -> None:
+        self._cluster = cluster
+        self._keep = keep
+        self._seen_s: dict[NodeName, float] = {}  # the last sample with GPUs
+        self._unwritten: dict[tuple[JobId, int, NodeName], tuple[float, float]] = {}
+        self._written_s = float("-inf")
+
+    def sampled(self, sample: NodeSample) -> None:
+        """Count what jobs held of the GPUs since the last sample, and how busy these are now."""
+        busy = {
+            column.labels[0]: min(1.0, max(0.0, value))
+            for column, value in zip(sample.columns, sample.values, strict=True)
+            if value is not None and column.series.name == "gpu_utilization_ratio"
+        }
+        if busy:
+            last_s = self._seen_s.get(sample.node)
+            self._seen_s[sample.node] = sample.received_at_s
+            lasted_s = 0.0 if last_s is None else sample.received_at_s - last_s
+            if 0.0 < lasted_s <= LONGEST_SAMPLE_S:
+                self._count(sample.node, busy, sample.received_at_s, lasted_s)
+        now_s = sample.received_at_s
+        if self._unwritten and not 0.0 <= now_s - self._written_s < WRITE_EVERY_S:  # or the clock was set back
+            self._write(now_s)
+
+    def _count(self, node: NodeName, busy: Mapping[str, float], now_s: float, lasted_s: float) -> None:
+        for job in self._cluster.jobs_on(node):
+            share = next((share for share in job.holding if share.node == node), None)
+            if share is None or not share.gpus or job.allocated_at_s is None or job.suspended_at_s is not None:
+                continue
+            part = share.shards / share.shards_of if share.shards else 1.0
+            seen_s = part * min(lasted_s, max(0.0, now_s - job.allocated_at_s))
+            ratios = [busy[str(index)] for index in share.gpus if str(index) in busy]
+            use = job.id, job.attempt, node
+            before = self._unwritten.get(use, (0.0, 0.0))
+            self._unwritten[use] = before[0] + seen_s * len(ratios), before[1] + seen_s * sum(ratios)
+
+    def _write(self, now_s: float) -> None:
+        uses = [GpuUse(*use, *times) for use, times in self._unwritten.items() if times[0] > 0]
+        self._unwritten.clear()
+        self._written_s = now_s
+        if uses:
+            self._keep(lambda tx: tx.put_gpu_use(uses))

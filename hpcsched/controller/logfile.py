@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -30,6 +31,7 @@ REMEMBERED_S = 60.0
 MAX_REMEMBERED = 256  # texts, and places in the code
 PER_S = 10.0  # per place in the code
 BURST = 100.0
+MAX_LABEL = 100
 SHOWN_CHARS = 100  # of a repeated text
 
 _Text = tuple[str, int, str]
@@ -133,6 +135,7 @@ class EcsFormatter(logging.Formatter):
                     **({"function": record.funcName} if record.funcName else {}),
                 },
             },
+            **({"labels": labels} if (labels := labels_of(record)) else {}),
             "process": {"pid": record.process, "name": record.processName, "thread": {"name": record.threadName}},
             **self._common,
         }
@@ -145,6 +148,29 @@ class EcsFormatter(logging.Formatter):
                 "stack_trace": stack[-MAX_TEXT:],
             }
         return ecs_line(document)
+
+
+_PLACE = re.compile(r"(?:\b(node|job|user) )?%(?:%|[#0 +-]*(?:\d+|\*)?(?:\.(?:\d+|\*))?[a-zA-Z])")
+
+
+def labels_of(record: logging.LogRecord) -> dict[str, str]:
+    """Return the node, job and user that a record names.
+
+    These are the arguments that our own text announces as such.
+
+    What an argument says is not looked at, so that no text from outside makes a label.
+    """
+    if not isinstance(record.args, tuple) or not isinstance(record.msg, str):
+        return {}
+    found: dict[str, str] = {}
+    arguments = iter(record.args)
+    for place in _PLACE.finditer(record.msg):
+        if place[0].endswith("%%") or "*" in place[0]:
+            continue
+        argument = next(arguments, None)
+        if place[1] is not None and argument is not None:
+            found.setdefault({"job": "job_id"}.get(place[1], place[1]), str(argument)[:MAX_LABEL])
+    return found
 
 
 class LogFile(RotatingFileHandler):

@@ -91,6 +91,7 @@ class _OfNode:
     lines: dict[str, str] = field(default_factory=dict)
     looks: dict[JobId, _JobLook] = field(default_factory=dict)  # not every sample has jobs
     errors: deque[_Errors] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
+    ahead_s: float | None = None  # the node's clock minus ours, at the last sample
     last_s: float = float("-inf")
     seen_rejected: int = 0
     complained_s: float = float("-inf")
@@ -234,6 +235,7 @@ class ControllerMetrics:
             )
         kept.sample = found
         kept.lines = _lines_of(kept.prefixes, found.values)
+        kept.ahead_s = _clock_ahead_s(found)
         _count_errors(kept.errors, found)
         if found.jobs:
             looks = {row.job_id: _next_look(kept.looks.get(row.job_id), row, now_s) for row in found.jobs}
@@ -251,6 +253,16 @@ class ControllerMetrics:
         if kept is None or kept.sample is None or self._cluster.config.metrics.interval_s <= 0:
             return None
         return max(0.0, now_s - kept.sample.received_at_s)
+
+    def clock_ahead_s(self, node: NodeName, now_s: float) -> float | None:
+        """Return how far the node's clock was ahead of ours when its last sample came.
+
+        None: there is no fresh sample. What came before a step of our clock is not compared with the time after it.
+        """
+        kept = self._nodes.get(node)
+        if kept is None or kept.sample is None or not self._is_fresh(kept.sample, now_s):
+            return None
+        return kept.ahead_s
 
     def hardware(self, node: NodeName, now_s: float) -> dict[str, Any] | None:
         """Return the node's conditions and errors of the last hour; None: no fresh sample."""
@@ -610,6 +622,13 @@ def _lines_of(prefixes: Sequence[tuple[str, str]], values: Iterable[float | None
 def _error_counts(sample: NodeSample) -> dict[str, int | float]:
     columns = zip(sample.columns, sample.values, strict=True)
     return {column.key: value for column, value in columns if value is not None and column.series.name in ERROR_COUNTS}
+
+
+def _clock_ahead_s(sample: NodeSample) -> float | None:
+    for column, value in zip(sample.columns, sample.values, strict=True):
+        if column.series.name == "node_time_seconds" and value is not None:
+            return value - sample.received_at_s
+    return None
 
 
 def _count_errors(errors: deque[_Errors], sample: NodeSample) -> None:

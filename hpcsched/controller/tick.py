@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode.wire import protocol
 from hpcsched.auth.audit import AuditEntry
 from hpcsched.auth.authorize import CONTROLLER, Action, Identity, authorize
-from hpcsched.controller.energy import EnergyLedger
+from hpcsched.controller.energy import EnergyLedger, GpuLedger
 from hpcsched.controller.memory import memory_of
 from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import edits, messages, orphans
@@ -223,11 +223,12 @@ class Controller:
         self._usage_ledger = UsageLedgerCache(cluster)
         self._memory = memory_of(store, cluster, policy, self._views)
         self.metrics = ControllerMetrics(cluster)
-        self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
-        self.energy = EnergyLedger(cluster, lambda work: self.ask(work, _log_failure, keep=True), store.energy_marks())
-        self.metrics.listeners.append(self.energy.sampled)
+        self.training = Trainings(cluster, self._keep)
+        self.energy = EnergyLedger(cluster, self._keep, store.energy_marks())
+        self.metrics.listeners += [self.energy.sampled, GpuLedger(cluster, self._keep).sampled]
         # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
+        self._log_nodes: set[NodeName] = set()  # whose agents know LogAs
         self._unreachable = UnreachableNodes(ports.monotonic_s)
         self._power = PowerKeeper()
         self._clock_mark = mark_of(store.clock())
@@ -267,6 +268,10 @@ class Controller:
         self._inbox.append(_Item(work, done, keep, source))
         self._ports.wake(0.0)
 
+    def _keep(self, work: Work) -> None:
+        """Do work of our own in the next tick, again until it succeeds."""
+        self.ask(work, _log_failure, keep=True)
+
     def note_refusal(self, entry: AuditEntry) -> None:
         """Add a refused request to the audit log, in the next commit.
 
@@ -289,6 +294,7 @@ class Controller:
             return why
         self.cluster.spools[node] = edits.spool_of(welcome).id
         self.metrics.connected(node, samples=welcome.facts.get("samples") is True)
+        (self._log_nodes.add if welcome.facts.get("log_formats") is True else self._log_nodes.discard)(node)
         self._unreachable.connected(node)
         self.ask(
             lambda tx: self._on_welcome(tx, node, welcome),
@@ -440,6 +446,8 @@ class Controller:
         self._answer(node, answer)
         if self.metrics.is_sampled(node):
             self._ports.send(node, self.metrics.order())
+        if node in self._log_nodes:
+            self._ports.send(node, protocol.LogAs(self.cluster.config.log_format))
         for job in self.cluster.jobs_on(node):
             self._perform(job, only=node)
         if self.cluster.nodes[node].power is Power.POWERING_DOWN:
@@ -997,6 +1005,8 @@ class Controller:
         self._memory.rehearse(self.cluster, self.policy, self._views)
         for node in filter(self.metrics.is_sampled, self.cluster.nodes):
             self._ports.send(node, self.metrics.order())
+        for node in filter(self._log_nodes.__contains__, self.cluster.nodes):
+            self._ports.send(node, protocol.LogAs(self.cluster.config.log_format))
         self.replan()
 
     def replan(self) -> None:

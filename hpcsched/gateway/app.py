@@ -436,7 +436,8 @@ class GatewayApp:
         if last and not (last.isascii() and last.isdigit() and len(last) < 16):
             raise ProblemError(400, "cannot continue the stream: Last-Event-ID is not a number")
         if route.path == "/events":
-            pieces = self._events(request, credential, last or query.get("after", ""))
+            filters = {name: query[name] for name in ("about", "node") if query.get(name)}
+            pieces = self._events(request, credential, last or query.get("after", ""), filters)
         else:
             if not query.get("job"):
                 raise ProblemError(400, "cannot stream output: name the job, as ?job=12")
@@ -465,12 +466,14 @@ class GatewayApp:
             raise ProblemError(reply.status, error["error"], _passed(reply.headers), error["kind"])
         return reply
 
-    async def _events(self, request: Request, credential: Mapping[str, str], after: str) -> AsyncIterator[bytes]:
+    async def _events(
+        self, request: Request, credential: Mapping[str, str], after: str, filters: Mapping[str, str]
+    ) -> AsyncIterator[bytes]:
         wait_s = "0"
         while True:
-            query = {"wait_s": wait_s} | ({"after": after} if after else {})
+            query = {"wait_s": wait_s, **filters} | ({"after": after} if after else {})
             values = json.loads((await self._polled(request, credential, "/v1/events", query)).body)
-            lines = [_event("job", event, event["seq"]) for event in values["events"]]
+            lines = [_event(event["about"], event, event["seq"]) for event in values["events"]]
             after, wait_s = str(values["next"]), str(STREAM_WAIT_S)
             yield b"".join(lines) or f"id: {after}\n\n".encode()  # no event, but a place to continue from
 

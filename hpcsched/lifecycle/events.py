@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any
 
 from hpcsched.errors import InvariantError
@@ -14,6 +16,8 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, JobState
 from hpcsched.model.node import Share
 from hpcsched.model.spec import Dependency, DependencyKind
+
+MAX_NAME, MAX_TEXT = 200, 500  # of an event of the cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +299,42 @@ class ClockStepped(JobEvent):
     """The head node's clock was set by `by_s` seconds, and the attempt's times moved."""
 
     by_s: float
+
+
+class EventSubject(StrEnum):
+    """What an event of the cluster is about."""
+
+    JOB = "job"
+    NODE = "node"
+    RESERVATION = "reservation"
+    CONFIGURATION = "configuration"
+    ALERT = "alert"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterEvent:
+    """Something that happened to no job, for those who follow events; it changes nothing.
+
+    `name`: of the node, reservation or rule. `by`: the user who did it. `more`: JSON values.
+    """
+
+    about: EventSubject
+    kind: str
+    name: str
+    at_s: float
+    text: str = ""
+    by: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the fields that have no columns of their own, with bounded texts."""
+        return {
+            **self.more,
+            "about": self.about.value,
+            "name": self.name[:MAX_NAME],
+            "text": self.text[:MAX_TEXT],
+            "by": self.by[:MAX_NAME],
+        }
 
 
 EVENTS: dict[str, type[JobEvent]] = {

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.events import ClusterEvent, EventSubject
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Ability, LaunchFailure, Link, Node, Power
 from hpcsched.model.probation import Probation
@@ -189,6 +190,27 @@ def node_event_to_data(event: NodeEvent) -> dict[str, Any]:
     if isinstance(event, NodeUp):
         data["abilities"] = [list(ability) for ability in event.abilities]
     return data
+
+
+_TOLD = (
+    NodeUp, NodeDisconnected, NodeDown, NodeDrained, NodeResumed, NodeFaultCleared, NodeFenced, PowerDownOrdered, PoweredDown,
+    PowerUpOrdered, PowerDownFailed, PowerUpFailed,
+)  # fmt: skip
+
+
+def cluster_event_of(event: NodeEvent) -> ClusterEvent | None:
+    """Return the event for those who follow events; None: it is not for them."""
+    if not isinstance(event, _TOLD):
+        return None
+    text = f"agent {event.agent_version}" if isinstance(event, NodeUp) else getattr(event, "why", "")
+    return ClusterEvent(
+        about=EventSubject.NODE,
+        kind=type(event).__name__,
+        name=event.node,
+        at_s=event.at_s,
+        text=text,
+        by=getattr(event, "by", ""),
+    )
 
 
 def node_event_from_data(kind: str, node: str, at_s: float, data: dict[str, Any]) -> NodeEvent:

@@ -158,6 +158,7 @@ _ROWS: dict[Group, list[tuple[Any, ...]]] = {
         ("node_forks_total", _C, "", "", "Processes and threads created."),
         ("node_processes_blocked", _G, "", "", "Threads that wait for a disk or a network file system."),
         ("node_boot_time_seconds", _G, "seconds", "", "Start of the node, in Unix time."),
+        ("node_time_seconds", _G, "seconds", "", "Clock of the node, in Unix time."),
         ("node_load1", _G, "", "", "Load average of one minute."),
         ("node_memory_total_bytes", _G, "bytes", "", "Memory of the machine."),
         ("node_memory_available_bytes", _G, "bytes", "", "Memory that programs can get without swapping."),

@@ -10,6 +10,8 @@ nodes and outages those of the API.
 - The cpu time of an attempt is known when its steps have ended, and of a running job from its last sample. It counts as if it was
   spent evenly over what the attempt held. An attempt without a known cpu time is not among the measured ones.
 - So does the energy that an attempt caused on a node, over the time for which it held the node. It has the prices of that time.
+- Used memory is that of the attempt's largest step at its highest, as if it was used all the time. GPUs are idle for the part of
+  the sampled time in which they did not compute.
 - A wait belongs to the start of the attempt that ended it.
 """
 
@@ -70,6 +72,10 @@ class UsageRow:
     node_s: float = 0.0
     measured_cpu_s: float = 0.0  # the part of cpu_s for which busy_cpu_s is known
     busy_cpu_s: float = 0.0
+    measured_mem_mib_s: float = 0.0  # the part of mem_mib_s for which used_mem_mib_s is known
+    used_mem_mib_s: float = 0.0
+    measured_gpu_s: float = 0.0  # the part of gpu_s in which GPUs were sampled
+    busy_gpu_s: float = 0.0
     requeued_cpu_s: float = 0.0  # of attempts after which the job began anew
     failed_cpu_s: float = 0.0  # of the last attempts of failed jobs
     waits_s: list[float] = field(default_factory=list)
@@ -81,6 +87,16 @@ class UsageRow:
     def unused_cpu_s(self) -> float | None:
         """Return the cpu time that was held and not used, None if none was measured."""
         return max(0.0, self.measured_cpu_s - self.busy_cpu_s) if self.measured_cpu_s else None
+
+    @property
+    def unused_mem_mib_s(self) -> float | None:
+        """Return the memory that was held and not used, None if none was measured."""
+        return max(0.0, self.measured_mem_mib_s - self.used_mem_mib_s) if self.measured_mem_mib_s else None
+
+    @property
+    def idle_gpu_s(self) -> float | None:
+        """Return the time that GPUs were held and did not compute, None if none was measured."""
+        return max(0.0, self.measured_gpu_s - self.busy_gpu_s) if self.measured_gpu_s else None
 
     def wait_s(self, part: float) -> float | None:
         """Return the wait that this part of the starts did not exceed; None without starts."""
@@ -115,14 +131,30 @@ class UsageRow:
 
 
 _SUMS = (
-    "cpu_s", "gpu_s", "mem_mib_s", "node_s", "measured_cpu_s", "busy_cpu_s", "requeued_cpu_s", "failed_cpu_s",
+    "cpu_s", "gpu_s", "mem_mib_s", "node_s", "measured_cpu_s", "busy_cpu_s", "measured_mem_mib_s", "used_mem_mib_s",
+    "measured_gpu_s", "busy_gpu_s", "requeued_cpu_s", "failed_cpu_s",
     "energy_cost", "co2_g",
 )  # fmt: skip
 
 
-def unknown_jobs(jobs: Iterable[Json]) -> int:
-    """Return how many jobs have an unknown use, because their events do not fit together."""
-    return sum(job["attempts"] is None for job in jobs)
+class ReadJobs:
+    """Notes what is needed of all jobs while they are read once: there may be very many.
+
+    `unknown`: jobs with an unknown use, because their events do not fit together. `sources`: of their energy.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[HeldPart] = []
+        self.unknown = 0
+        self.sources: set[str] = set()
+
+    def reading(self, jobs: Iterable[Json]) -> Iterator[Json]:
+        """Yield the jobs."""
+        for job in jobs:
+            self.held += held_parts(job)
+            self.unknown += job["attempts"] is None
+            self.sources.update(use["source"] for use in job.get("energy") or ())
+            yield job
 
 
 def usage_rows(
@@ -173,6 +205,8 @@ def _add_attempt(
     holdings = attempt["holdings"]
     joules = _joules_by_second(job, attempt, periods)
     busy_part = _busy_part(job, attempt, periods)
+    mem_part = _mem_part(job, attempt)
+    gpus = _gpu_parts(job, attempt, periods)
     is_failed = not attempt["requeued"] and attempt["ended_at_s"] is not None and job["state"] in FAILED_STATES
     for period in periods:
         if holdings and period.has(attempt["allocated_at_s"]):
@@ -192,11 +226,59 @@ def _add_attempt(
             if busy_part is not None:
                 row.measured_cpu_s += cpu_s
                 row.busy_cpu_s += cpu_s * busy_part
+            if mem_part is not None:
+                row.measured_mem_mib_s += lasted_s * held["mem_mib"]
+                row.used_mem_mib_s += lasted_s * held["mem_mib"] * mem_part
+            if held["node"] in gpus and held["gpus"]:
+                seen, busy = gpus[held["node"]]
+                row.measured_gpu_s += lasted_s * held["gpus"] * seen
+                row.busy_gpu_s += lasted_s * held["gpus"] * busy
             if held["node"] in joules:
                 since_s = max(period.start_s, held["since_s"])
                 _add_energy(row, joules[held["node"]] * lasted_s, since_s, since_s + lasted_s, prices)
             row.requeued_cpu_s += cpu_s * attempt["requeued"]
             row.failed_cpu_s += cpu_s * is_failed
+
+
+def _mem_part(job: Json, attempt: Json) -> float | None:
+    """Return the part of its memory that the attempt used at most, None if it is not known."""
+    held_mib = sum(held["mem_mib"] for held in _at_once(attempt["holdings"]))
+    if attempt["ended_at_s"] is None:
+        live = job.get("use")
+        used_mib = None if not live else live.get("memory_bytes", 0) / (1 << 20)
+    else:
+        sizes = [
+            step["max_rss_kib"] * step["ntasks"] / 1024
+            for step in job.get("steps", ())
+            if step["attempt"] == attempt["attempt"] and step.get("max_rss_kib")
+        ]
+        used_mib = max(sizes, default=None)
+    return None if used_mib is None or not held_mib else min(1.0, used_mib / held_mib)
+
+
+def _at_once(holdings: Sequence[Json]) -> Iterable[Json]:
+    """Return the last holding of each node: what an attempt held at once in the end."""
+    return {held["node"]: held for held in holdings}.values()
+
+
+def _gpu_parts(job: Json, attempt: Json, periods: Sequence[Period]) -> dict[str, tuple[float, float]]:
+    """Return the sampled and the busy part of the attempt's GPU time on each node."""
+    found: dict[str, tuple[float, float]] = {}
+    for number, node, seen_s, busy_s in job.get("gpu_use", ()):
+        if number == attempt["attempt"]:
+            held_s = sum(
+                held["gpus"] * max(0.0, _end_s(held, periods) - held["since_s"])
+                for held in attempt["holdings"]
+                if held["node"] == node
+            )
+            if held_s > 0:
+                found[node] = min(1.0, seen_s / held_s), min(1.0, busy_s / held_s)
+    return found
+
+
+def _end_s(held: Json, periods: Sequence[Period]) -> float:
+    now_s = periods[0].now_s if periods else 0.0
+    return float(now_s if held["until_s"] is None else held["until_s"])
 
 
 def _add_energy(row: UsageRow, joules: float, start_s: float, end_s: float, prices: EnergyPrices) -> None:
@@ -286,19 +368,36 @@ def with_first_seen(nodes: Iterable[Json], first_seen_s: Mapping[str, float]) ->
     return found
 
 
+class HeldPart(NamedTuple):
+    """What a job held of a node, and when; the same fields as in a job of the history."""
+
+    node: str
+    since_s: float
+    until_s: float | None
+    cpus: float
+    mem_mib: float
+    gpus: float
+
+
+def held_parts(job: Json) -> Iterator[HeldPart]:
+    """Yield all that a job of the history held."""
+    for attempt in job["attempts"] or ():
+        for held in attempt["holdings"]:
+            yield HeldPart(*map(held.__getitem__, HeldPart._fields))
+
+
 def node_times(
-    period: Period, jobs: Iterable[Json], nodes: Sequence[Json], outages: Iterable[Json], tres: str = CPU
+    period: Period, held: Iterable[HeldPart], nodes: Sequence[Json], outages: Iterable[Json], tres: str = CPU
 ) -> dict[str, NodeTime]:
     """Return the times of each of today's nodes in the period, for a TRES.
 
-    Billing is that of cpus. `nodes`: see `with_first_seen`.
+    Billing is that of cpus. `held`: what all jobs held. `nodes`: see `with_first_seen`.
     """
     names = present_names(nodes)
-    field_of = {MEM: "mem_mib", GPU: "gpus"}.get(tres, "cpus")
     changes: dict[str, list[_Change]] = {node["name"]: [] for node in nodes}
-    for held in _all_holdings(jobs):
-        amount = 1.0 if tres == NODE else held[field_of]
-        _mark(changes, names, held["node"], held["since_s"], held["until_s"], _Change(0.0, "", amount))
+    for part in held:
+        amount = {MEM: part.mem_mib, GPU: part.gpus, NODE: 1.0}.get(tres, part.cpus)
+        _mark(changes, names, part.node, part.since_s, part.until_s, _Change(0.0, "", amount))
     for outage in outages:
         _mark(changes, names, outage["node"], outage["start_s"], outage["end_s"], _Change(0.0, outage["kind"], 1.0))
     found = {}
@@ -307,12 +406,6 @@ def node_times(
         amount = AMOUNTS.get(tres, AMOUNTS[CPU])(node)
         found[node["name"]] = _swept(changes[node["name"]], start_s, period.until_s, amount)
     return found
-
-
-def _all_holdings(jobs: Iterable[Json]) -> Iterator[Json]:
-    for job in jobs:
-        for attempt in job["attempts"] or ():
-            yield from attempt["holdings"]
 
 
 class _Change(NamedTuple):

@@ -136,6 +136,16 @@ class EnergyUse(NamedTuple):
     joules: float
 
 
+class GpuUse(NamedTuple):
+    """GPU-seconds that an attempt held on a node while it was sampled, and the busy part."""
+
+    job_id: int
+    attempt: int
+    node: str
+    seen_s: float
+    busy_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
     """The accounting configuration.

@@ -21,6 +21,8 @@ from hpcsched.lifecycle.events import (
     Allocated,
     BecameEligible,
     Claimed,
+    ClusterEvent,
+    EventSubject,
     Exited,
     JobEvent,
     NodeCleared,
@@ -43,10 +45,11 @@ from hpcsched.lifecycle.node import (
     PowerUpFailed,
     PowerUpOrdered,
     apply_to_node,
+    cluster_event_of,
 )
 from hpcsched.metrics.bench import BenchRun
 from hpcsched.metrics.links import LinkRun
-from hpcsched.model.accounting import EnergyUse
+from hpcsched.model.accounting import EnergyUse, GpuUse
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, RankFailure, TrainingStatus
@@ -127,6 +130,7 @@ class WriteBatch:
     submitted: list[Sequence[Job]] = field(default_factory=list)
     events: list[JobEvent] = field(default_factory=list)
     node_events: list[NodeEvent] = field(default_factory=list)
+    cluster_events: list[ClusterEvent] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRecord] = field(default_factory=dict)
     usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
@@ -140,6 +144,7 @@ class WriteBatch:
     training: dict[int, TrainingStatus] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
     energies: list[EnergyUse] = field(default_factory=list)  # added to what is stored
+    gpu_uses: list[GpuUse] = field(default_factory=list)  # added to what is stored
     energy_marks: dict[str, str] = field(default_factory=dict)  # by node
     benches: list[BenchRun] = field(default_factory=list)
     links: list[LinkRun] = field(default_factory=list)
@@ -270,10 +275,22 @@ class Transaction:
         self._set("nodes", name, node)
         self.batch.nodes[name] = node
         self.batch.node_events.append(event)
+        if (told := cluster_event_of(event)) is not None:
+            self.batch.cluster_events.append(told)
         return node
+
+    def note_event(self, event: ClusterEvent) -> None:
+        """Add an event for those who follow events to the commit."""
+        self.batch.cluster_events.append(event)
 
     def set_reservation(self, name: str, reservation: Reservation | None) -> None:
         """Set the reservation of this name; None deletes it."""
+        known = self.cluster.reservations.get(name)
+        if known != reservation:
+            kind = "Deleted" if reservation is None else "Created" if known is None else "Changed"
+            self.note_event(
+                ClusterEvent(about=EventSubject.RESERVATION, kind=f"Reservation{kind}", name=name, at_s=self.now_s)
+            )
         self._set("reservations", name, reservation)
         self.batch.reservations[name] = reservation
 
@@ -284,6 +301,15 @@ class Transaction:
         cluster.partition_states = cluster.partition_states | {name: state}
         cluster.partitions = cluster.partitions | {name: replace(cluster.partitions[name], state=state)}
         self.batch.partitions[name] = state
+        self.note_event(
+            ClusterEvent(
+                about=EventSubject.CONFIGURATION,
+                kind="PartitionChanged",
+                name=name,
+                at_s=self.now_s,
+                text=f"its state is {state.value}",
+            )
+        )
         return cluster.partitions[name]
 
     def set_crontab(self, uid: int, crontab: Crontab | None) -> None:
@@ -335,6 +361,10 @@ class Transaction:
         """
         self.batch.energies += uses
         self.batch.energy_marks.update(marks)
+
+    def put_gpu_use(self, uses: Sequence[GpuUse]) -> None:
+        """Add GPU time of jobs to the commit."""
+        self.batch.gpu_uses += uses
 
     def put_failure(self, failure: RankFailure) -> None:
         """Add a rank's failure to the commit; the first report of a rank counts."""

@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Column, Float, Index, Integer, MetaData, Table, Text, delete, func, insert, select, update
+from sqlalchemy import Column, Float, Index, Integer, MetaData, Table, Text, delete, func, insert, or_, select, update
 
 from hpcsched.store.engine import ExpendableDatabase, Statement, place, upsert
 
 APPLICATION_ID = 0x68706361  # "hpca"
 SCHEMA = 1
+LONGEST_PAUSE_S = 1800.0  # between two tries of a letter
 
 metadata = MetaData()
 
@@ -81,7 +82,7 @@ _DROP_OLD = Statement(delete(entries).where(_e.kind == place("of_kind"), _e.at_s
 _NEW_LETTER = Statement(insert(letters), [column.name for column in letters.columns if column.name != "id"])
 _NEXT = Statement(
     select(letters)
-    .where(_l.receiver == place("of_receiver"), _l.due_s <= place("now_s"))
+    .where(_l.receiver == place("of_receiver"), or_(_l.due_s <= place("now_s"), _l.due_s > place("latest_s")))
     .order_by(_l.due_s, _l.id)
     .limit(1)
 )
@@ -138,8 +139,12 @@ class AlertDatabase(ExpendableDatabase):
         _NEW_LETTER.run(self._connection, {**letter._asdict(), "tries": 0})
 
     def next_letter(self, receiver: str, now_s: float) -> WaitingLetter | None:
-        """Return the first letter to a receiver that is due."""
-        rows = _NEXT.rows(self._connection, {"of_receiver": receiver, "now_s": now_s})
+        """Return the first letter to a receiver that is due.
+
+        None is put off for longer than `LONGEST_PAUSE_S`: one that seems so is from before the clock was set back.
+        """
+        values = {"of_receiver": receiver, "now_s": now_s, "latest_s": now_s + LONGEST_PAUSE_S}
+        rows = _NEXT.rows(self._connection, values)
         return WaitingLetter(*rows[0]) if rows else None
 
     def open_letter(self, receiver: str, about: str) -> WaitingLetter | None:

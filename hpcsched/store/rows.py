@@ -329,6 +329,17 @@ energies = Table(
     sqlite_with_rowid=False,
 )
 
+gpu_uses = Table(
+    "gpu_uses",
+    metadata,
+    Column("job_id", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("node", Text, primary_key=True),
+    Column("seen_s", Float, nullable=False),
+    Column("busy_s", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 failures = Table(
     "failures",
     metadata,

@@ -19,13 +19,13 @@ from hashlib import sha256
 from sqlite3 import Connection
 from typing import Any, NamedTuple
 
-from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, null, or_, select, update
+from sqlalchemy import BindParameter, ColumnElement, Table, and_, case, delete, func, null, or_, select, update
 
 from hpcsched.auth.audit import GENESIS, AuditEntry, AuditRecord, chained, record_from_json
 from hpcsched.auth.tokens import Credential
 from hpcsched.errors import InvariantError
-from hpcsched.lifecycle.attempts import Attempt, attempts_of
-from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
+from hpcsched.lifecycle.attempts import Attempt, attempts_of, ordinary_attempts
+from hpcsched.lifecycle.events import ClusterEvent, JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import (
     NodeDown,
     NodeDrained,
@@ -41,7 +41,7 @@ from hpcsched.lifecycle.node import (
 )
 from hpcsched.metrics.bench import BenchRun, run_from, run_text
 from hpcsched.metrics.links import LinkRun, link_from, link_text
-from hpcsched.model.accounting import EnergyUse
+from hpcsched.model.accounting import EnergyUse, GpuUse
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, RankFailure, TrainingStatus
@@ -70,6 +70,7 @@ from hpcsched.store.rows import (
     failure_of,
     failure_row,
     failures,
+    gpu_uses,
     job_of,
     job_row,
     jobs,
@@ -219,7 +220,7 @@ class Store:
             _put(connection, _PUT_JOB, job_row, changed)
             spent = [{"of_id": number} for number, ids in first.items() if len(ids) == len(self._unchanged[number])]
             _DELETE_SUBMISSION.run_many(connection, spent)
-            _put(connection, _NEW_EVENT, _event_row, batch.events)
+            _put(connection, _NEW_EVENT, _event_row, [*batch.events, *batch.cluster_events])
             _put(connection, _NEW_NODE_EVENT, _node_event_row, batch.node_events)
             _put(connection, _PUT_NODE, node_row, batch.nodes.values())
             _put(connection, _PUT_POWER, power_row, [node for node in batch.nodes.values() if node.power_since_s])
@@ -227,7 +228,7 @@ class Store:
             _put(connection, _PUT_USAGE, usage_row, batch.usage.values())
             _put(connection, _PUT_TRAINING, training_row, batch.training.values())
             _put(connection, _NEW_FAILURE, failure_row, batch.failures)
-            _put(connection, _ADD_ENERGY, EnergyUse._asdict, batch.energies)
+            _put_uses(connection, batch)
             _put(connection, _NEW_BENCH, _bench_row, batch.benches)
             _FORGET_BENCHES.run_many(connection, [{"of_node": run.node} for run in batch.benches])
             _put(connection, _NEW_LINK, _link_row, batch.links)
@@ -477,11 +478,16 @@ class Store:
 
     def attempts(self, listed: Sequence[Job]) -> dict[int, tuple[Attempt, ...] | None]:
         """Return the attempts of these jobs; None of a job whose events do not fit together."""
-        of_job: dict[int, list[JobEvent]] = {job.id: [] for job in listed}
+        courses: dict[int, list[tuple[str, float]]] = {job.id: [] for job in listed}
+        for job_id, kind, at_s in self._rows_of(_COURSES_OF_JOBS, courses):
+            courses[job_id].append((kind, at_s))
+        found: dict[int, tuple[Attempt, ...] | None] = {}
+        found |= {job.id: ordinary_attempts(job, courses[job.id]) for job in listed}
+        left = [job for job in listed if found[job.id] is None]
+        of_job: dict[int, list[JobEvent]] = {job.id: [] for job in left}
         for row in self._rows_of(_EVENTS_OF_JOBS, of_job):
             of_job[row.job_id].append(from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)))
-        found: dict[int, tuple[Attempt, ...] | None] = {}
-        for job in listed:
+        for job in left:
             try:
                 found[job.id] = attempts_of(job, of_job[job.id])
             except InvariantError:
@@ -489,7 +495,10 @@ class Store:
         return found
 
     def events_after(self, seq: int) -> list[Any]:
-        """Return some of the next events of all jobs: seq, at_s, job_id and kind."""
+        """Return some of the next events: seq, at_s, job_id and kind.
+
+        Those of no job have the job id `NO_JOB`, and their data.
+        """
         return self._rows(_EVENTS_AFTER, {"after": seq})
 
     def last_event(self) -> int:
@@ -502,6 +511,13 @@ class Store:
         """Return the steps of these jobs, all attempts, in order."""
         found = map(step_of, self._rows_of(_STEPS, job_ids))
         return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))
+
+    def step_figures(self, job_ids: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+        """Return what reports count of the steps of these jobs, by job."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for job_id, *figures in self._rows_of(_STEP_FIGURES, job_ids):
+            found.setdefault(job_id, []).append(dict(zip(STEP_FIGURES, figures, strict=True)))
+        return found
 
     def attempt_steps(self, job_id: int, attempt: int) -> list[StepRecord]:
         """Return the steps of one attempt, in order."""
@@ -521,6 +537,13 @@ class Store:
         found: dict[int, list[EnergyUse]] = {}
         for row in self._rows_of(_ENERGIES, job_ids):
             found.setdefault(row.job_id, []).append(EnergyUse(*row))
+        return found
+
+    def load_gpu_uses(self, job_ids: Iterable[int]) -> dict[int, list[GpuUse]]:
+        """Return how busy the GPUs of these jobs were on each node, by job."""
+        found: dict[int, list[GpuUse]] = {}
+        for row in self._rows_of(_GPU_USES, job_ids):
+            found.setdefault(row.job_id, []).append(GpuUse(*row))
         return found
 
     def load_failures(self, job_id: int, attempt: int) -> list[RankFailure]:
@@ -775,6 +798,7 @@ _LAST_SUBMITTED = Statement(select(func.max(submissions.c.last_id)))
 _NUMBERS = select(submissions.c.id)
 _CHANGED = Statement(select(jobs.c.id).where(or_(jobs.c.array_job_id.in_(_NUMBERS), jobs.c.id.in_(_NUMBERS))))
 
+NO_JOB = 0  # of events of no job
 _NEW_EVENT = Statement(insert(events), ("at_s", "job_id", "kind", "data"))
 _ARRAY_ID = func.coalesce(
     select(jobs.c.array_job_id).where(jobs.c.id == place("of_job")).scalar_subquery(),
@@ -794,6 +818,11 @@ _EVENTS = Statement(
 )
 _EVENTS_OF_JOBS = Statement(
     select(events).where(events.c.job_id.in_(_PLACES), events.c.kind != "Submitted").order_by(events.c.seq)
+)
+_COURSES_OF_JOBS = Statement(
+    select(events.c.job_id, events.c.kind, events.c.at_s)
+    .where(events.c.job_id.in_(_PLACES), events.c.kind != "Submitted")
+    .order_by(events.c.seq)
 )
 _LAST_EVENT = Statement(select(func.max(events.c.at_s)))
 
@@ -827,6 +856,12 @@ _DELETE_REQUEST = Statement(delete(requests).where(_OF_REQUEST))
 
 _PUT_STEP = Statement(upsert(steps))
 _STEPS = Statement(select(steps).where(steps.c.job_id.in_(_PLACES)))
+STEP_FIGURES = ("step", "attempt", "ntasks", "cpu_user_s", "cpu_system_s", "max_rss_kib")
+_STEP_FIGURES = Statement(
+    select(steps.c.job_id, *(steps.c[name] for name in STEP_FIGURES))
+    .where(steps.c.job_id.in_(_PLACES))
+    .order_by(steps.c.job_id)
+)
 _OF_ATTEMPT = and_(steps.c.job_id == place("of_job"), steps.c.attempt == place("of_attempt"))
 _STEP_NAMES = Statement(select(steps.c.step).where(_OF_ATTEMPT))
 _END_STEPS = Statement(update(steps).where(_OF_ATTEMPT, steps.c.state == "RUNNING"), ("state", "ended_at_s"))
@@ -841,6 +876,17 @@ _ADD_ENERGY = Statement(
     )
 )
 _ENERGIES = Statement(select(energies).where(energies.c.job_id.in_(_PLACES)).order_by(energies.c.job_id))
+_new_gpu_use = insert(gpu_uses)
+_ADD_GPU_USE = Statement(
+    _new_gpu_use.on_conflict_do_update(
+        index_elements=gpu_uses.primary_key.columns.keys(),
+        set_={
+            "seen_s": gpu_uses.c.seen_s + _new_gpu_use.excluded.seen_s,
+            "busy_s": gpu_uses.c.busy_s + _new_gpu_use.excluded.busy_s,
+        },
+    )
+)
+_GPU_USES = Statement(select(gpu_uses).where(gpu_uses.c.job_id.in_(_PLACES)).order_by(gpu_uses.c.job_id))
 _TRAINING = Statement(select(training).where(training.c.job_id.in_(_PLACES)))
 
 _NEW_FAILURE = Statement(insert(failures).on_conflict_do_nothing())  # only the first report of a rank counts
@@ -934,7 +980,13 @@ _NEW_TRIGGER = Statement(insert(triggers))
 _DELETE_TRIGGER = Statement(delete(triggers).where(triggers.c.id == place("of")))
 _TRIGGERS = Statement(select(triggers).order_by(triggers.c.id))
 _EVENTS_AFTER = Statement(
-    select(events.c.seq, events.c.at_s, events.c.job_id, events.c.kind)
+    select(
+        events.c.seq,
+        events.c.at_s,
+        events.c.job_id,
+        events.c.kind,
+        case((events.c.job_id == NO_JOB, events.c.data), else_="").label("data"),
+    )
     .where(events.c.seq > place("after"))
     .order_by(events.c.seq)
     .limit(500)
@@ -1045,7 +1097,14 @@ def _script_row(script: tuple[str, bytes]) -> Row:
     return {"sha256": script[0], "text": script[1]}
 
 
-def _event_row(event: JobEvent) -> Row:
+def _put_uses(connection: Connection, batch: WriteBatch) -> None:
+    _put(connection, _ADD_ENERGY, EnergyUse._asdict, batch.energies)
+    _put(connection, _ADD_GPU_USE, GpuUse._asdict, batch.gpu_uses)
+
+
+def _event_row(event: JobEvent | ClusterEvent) -> Row:
+    if isinstance(event, ClusterEvent):
+        return {"at_s": event.at_s, "job_id": NO_JOB, "kind": event.kind, "data": _TO_JSON(event.to_data())}
     kind, data = type(event).__name__, _TO_JSON(to_data(event))
     return {"at_s": event.at_s, "job_id": event.job_id, "kind": kind, "data": data}
 

@@ -207,6 +207,7 @@ class Grammar:
             "/v1/outages" + self._query(["start_s", "end_s", "kinds"]),
             "/v1/tariff" + self._query(["start_s", "end_s"]),
             "/v1/history" + self._query(["id", "user", "state", "name", "start_s", "end_s", "limit", "attempts", "energy"]),
+            "/v1/events" + self._query(["after", "about", "node"]),
             "/v1/nodes" + self._query(["share_file", "file", "sha256", "uid"]),
             "/v1/log" + self._query(["job", "stream", "offset", "limit"]),
             "/v1/files" + self._query(["job", "path", "after", "limit"]),

@@ -305,7 +305,7 @@ class KillableCluster(LocalCluster):
         database = open_read_only(self.database())
         store = Store(database)
         jobs = {job.id: job for job in store.history(HistoryQuery(limit=1_000_000))}
-        rows = database.execute("SELECT kind, job_id, at_s, data FROM events ORDER BY seq")
+        rows = database.execute("SELECT kind, job_id, at_s, data FROM events WHERE job_id > 0 ORDER BY seq")
         events = [from_data(kind, job_id, at_s, json.loads(data)) for kind, job_id, at_s, data in rows]
         store.close()
         found = [

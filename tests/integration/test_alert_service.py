@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from certificates import write_certificate
 from gateway_server import free_port
 from mail_server import MailServer
 from waiting import wait_until
 
-from hpcsched.alerts import rules
-from hpcsched.alerts.__main__ import LOCK_FILE, MAILS_OF_USER, RETRIES_S, AlertService
+from hpcsched.alerts import rules, sending
+from hpcsched.alerts.__main__ import LOCK_FILE, MAILS_OF_USER, RETRIES_S, RETRY_S, AlertService
 from hpcsched.alerts.jobmail import JobMail
-from hpcsched.alerts.messages import AlertServiceSettings
+from hpcsched.alerts.messages import AlertServiceSettings, Letter
 from hpcsched.alerts.rules import WatchedJob
-from hpcsched.alerts.state import AlertCondition
+from hpcsched.alerts.state import HOLD_S, AlertCondition
 from hpcsched.config.load import AlertSettings, ReceiverSettings
+from hpcsched.errors import UnavailableError
 from hpcsched.metrics.findings import Bottleneck, SlowCause
 from hpcsched.model.codec import value_to_json
 from hpcsched.model.ids import NodeName
+from hpcsched.store.engine import Statement
 
 START_S = 1_800_000_000.0
 
@@ -114,6 +119,16 @@ class Child:
         if keeper._lock is not None:
             os.close(keeper._lock)
         self.service = self.started()
+
+    def end(self) -> None:
+        """Give back what the service holds, when nothing is on its way."""
+        wait_until(lambda: len(self.service._outcomes) >= len(self.service._busy), what="the couriers")
+        keeper = self.service.keeper
+        assert keeper is not None
+        keeper.close()
+        for fd in (keeper._lock, self.service.waker, self.service._wake):
+            if fd is not None:
+                os.close(fd)
 
     def ask(self, **question: Any) -> Any:
         self.number += 1
@@ -316,6 +331,147 @@ def test_a_refused_address_is_given_up_and_a_greylist_is_waited_for(tmp_path: Pa
     assert mail.subjects() == ["lab Job_id=2 Name=fit Ended"]
 
 
+SECRET = "correct horse"
+
+
+class Encrypted:
+    """A mail server that encrypts and wants a login, and a child that sends to it."""
+
+    def __init__(self, directory: Path, scheme: str, *, name: str = "localhost", offers: str = "") -> None:
+        self.certificate = write_certificate(directory, name)
+        self.server = MailServer(free_port(), offers or scheme, self.certificate, login=("lab", SECRET))
+        self.password = directory / "password"
+        self.password.write_text(SECRET + "\n")
+        self.password.chmod(0o600)
+        self.server.start()
+        smtp = {"smtp": f"{scheme}://localhost:{self.server.port}", "smtp_user": "lab"}
+        self.child = child_with(directory, None, **smtp, smtp_password=str(self.password), mail_domain="lab.org")
+
+    def why(self) -> str:
+        """Return why no mail was sent."""
+        assert self.server.mails == []
+        found = self.child.ask(ask="view")["receivers"][-1]
+        assert found["waiting"] == 1
+        assert SECRET not in json.dumps([found, self.child.connection.said])
+        return str(found["why"])
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Encrypted]]:
+    """Return what makes such a server, whose certificate the system trusts."""
+    made: list[Encrypted] = []
+
+    def make(scheme: str, *, trusted: bool = True, **values: str) -> Encrypted:
+        made.append(Encrypted(tmp_path, scheme, **values))
+        monkeypatch.setenv("SSL_CERT_FILE", str(made[-1].certificate) if trusted else os.devnull)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.server.stop()
+
+
+SCHEMES = pytest.mark.parametrize("scheme", ["starttls", "smtps"])
+
+
+@SCHEMES
+def test_mail_is_sent_encrypted_and_with_a_login(encrypted: Callable[..., Encrypted], scheme: str) -> None:
+    lab = encrypted(scheme)
+    give(lab.child, ended(1), ended(2))
+    assert lab.server.subjects() == ["lab Job_id=1 Name=fit Ended", "lab Job_id=2 Name=fit Ended"]
+    assert lab.server.logins == [("lab", True)] * 2
+
+
+@SCHEMES
+def test_a_server_that_is_not_trusted_gets_neither_password_nor_mail(
+    encrypted: Callable[..., Encrypted], scheme: str
+) -> None:
+    lab = encrypted(scheme, trusted=False)
+    give(lab.child, ended(1))
+    assert "is not trusted: self-signed certificate; nothing was sent" in lab.why()
+    assert lab.server.logins == []
+
+
+@SCHEMES
+def test_a_certificate_of_another_name_is_not_trusted(encrypted: Callable[..., Encrypted], scheme: str) -> None:
+    lab = encrypted(scheme, name="mail.example.org")
+    give(lab.child, ended(1))
+    assert "is not trusted: Hostname mismatch" in lab.why()
+    assert lab.server.logins == []
+
+
+@pytest.mark.parametrize(
+    ("scheme", "offers", "said"),
+    [
+        ("starttls", "smtp", "STARTTLS extension not supported"),
+        ("smtps", "smtp", "cannot reach the mail server"),
+        ("starttls", "smtps", "cannot reach the mail server"),
+    ],
+)
+def test_mail_never_falls_back_to_plain_text(
+    encrypted: Callable[..., Encrypted], monkeypatch: pytest.MonkeyPatch, scheme: str, offers: str, said: str
+) -> None:
+    monkeypatch.setattr(sending, "TIMEOUT_S", 0.5)  # one of the pairs waits for the other side to begin
+    lab = encrypted(scheme, offers=offers)
+    give(lab.child, ended(1))
+    assert said.lower() in lab.why().lower()
+    assert lab.server.logins == []
+
+
+def test_a_broken_starttls_is_waited_for(encrypted: Callable[..., Encrypted]) -> None:
+    lab = encrypted("starttls")
+    lab.server.stop()
+    lab.server.certificate = None  # every handshake fails
+    lab.server.start()
+    give(lab.child, ended(1))
+    assert "cannot reach the mail server starttls://localhost" in lab.why()
+    lab.server.stop()
+    lab.server.certificate = lab.certificate
+    lab.server.start()
+    lab.child.now_s += RETRIES_S[0]
+    lab.child.settle()
+    assert lab.server.subjects() == ["lab Job_id=1 Name=fit Ended"]
+
+
+@SCHEMES
+def test_a_wrong_password_is_said_and_the_right_one_is_read_again(
+    encrypted: Callable[..., Encrypted], scheme: str
+) -> None:
+    lab = encrypted(scheme)
+    lab.password.write_text("wrong battery")
+    give(lab.child, ended(1))
+    assert "the mail server refuses the login of lab: 535" in lab.why()
+    assert "battery" not in json.dumps([lab.child.ask(ask="view"), lab.child.connection.said])
+    lab.password.write_text(SECRET)
+    lab.child.now_s += RETRIES_S[0]
+    lab.child.settle()
+    assert lab.server.subjects() == ["lab Job_id=1 Name=fit Ended"]
+
+
+def test_a_password_that_others_can_read_is_not_used(encrypted: Callable[..., Encrypted]) -> None:
+    lab = encrypted("starttls")
+    lab.password.chmod(0o644)
+    give(lab.child, ended(1))
+    assert f"others can read or write it; run: chmod 600 {lab.password}" in lab.why()
+    assert lab.server.logins == []
+
+
+def test_a_password_may_be_in_the_environment(
+    encrypted: Callable[..., Encrypted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = encrypted("starttls")
+    settings = replace(lab.child.settings, smtp_password="$LAB_MAIL")  # noqa: S106 - a name
+    lab.child.settings = settings
+    lab.child.again()
+    give(lab.child, ended(1))
+    assert "the environment of the controller has no LAB_MAIL" in lab.why()
+    monkeypatch.setenv("LAB_MAIL", SECRET)
+    lab.child.now_s += RETRIES_S[0]
+    lab.child.settle()
+    assert lab.server.logins == [("lab", True)]
+    assert lab.server.subjects() == ["lab Job_id=1 Name=fit Ended"]
+
+
 def test_a_mail_that_the_server_does_not_want_is_given_up_and_the_next_is_sent(
     tmp_path: Path, mail: MailServer
 ) -> None:
@@ -343,6 +499,7 @@ def test_a_silent_mail_server_delays_no_other_receiver(tmp_path: Path, web: str)
 def test_a_webhook_gets_alertmanagers_payload(tmp_path: Path, web: str) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
+    token.chmod(0o600)
     hook = ReceiverSettings(name="hook", kind="webhook", address=f"{web}/x?y=1", token=str(token))
     child = child_with(tmp_path, None, hook)
     child.live(10, drained("n1"), drained("n2"))
@@ -395,6 +552,7 @@ def test_chats_get_their_own_formats_in_which_nobody_is_called(tmp_path: Path, w
 def test_an_address_may_be_in_a_file_and_is_in_no_message(tmp_path: Path, web: str) -> None:
     secret = tmp_path / "address"
     secret.write_text(f"{web}/services/T0/SECRET\n")
+    secret.chmod(0o600)
     child = child_with(tmp_path, None, ReceiverSettings(name="chat", kind="slack", address=str(secret)))
     Web.status = 500
     child.live(10, drained())
@@ -446,6 +604,59 @@ def test_a_user_is_told_once_of_a_limit_that_will_be_hit(tmp_path: Path, mail: M
     assert mail.to == [["ann@lab.org"]]
     assert mail.subjects()[0].startswith("lab Job_id=12 JobWillHitLimit: memory limit on n1: uses 95 %")
     assert "ask for more memory" in mail.mails[0].get_content()
+
+
+def test_what_fired_and_ended_is_told_the_controller_until_it_has_it(tmp_path: Path) -> None:
+    child = child_with(tmp_path, None)
+
+    def news(*known: str) -> dict[str, Any]:
+        asked = {"conditions": [value_to_json(one) for one in wrong], "quiet_nodes": {}, "known_news": known}
+        found: dict[str, Any] = child.ask(ask="look", **asked)["news"]
+        return found
+
+    wrong = [drained()]
+    fired = news()
+    assert [(one["kind"], one["name"], one["labels"]) for one in fired.values()] == [
+        ("AlertFired", "NodeDrained", {"node": "n1"})
+    ]
+    child.again()
+    assert news() == fired  # after a kill, too
+    assert news(*fired) == {}
+    wrong = []
+    child.live(HOLD_S + 20)
+    (ended_key,) = news()
+    assert news()[ended_key]["kind"] == "AlertResolved"
+    assert news(ended_key, "of another database") == {}
+
+
+def test_the_report_of_a_month_is_mailed_once(tmp_path: Path, mail: MailServer) -> None:
+    child = child_with(tmp_path, mail)
+    asked = {"ask": "report", "key": "2027-01", "ended_at_s": START_S + 86_400}
+    letter = Letter(
+        id="report.2027-01", at_s=START_S, subject="use", lines=("a", "b"), to=("h@lab.org",), html="<p>a</p>"
+    )
+    assert child.ask(**asked) == {"due": True}
+    mail.refusal = "451 4.7.1 come back"
+    for _ in range(3):
+        child.ask(**asked, letter=value_to_json(letter))
+        child.settle()
+        child.again()
+    assert child.ask(**asked) == {"due": False}
+    mail.refusal = ""
+    child.now_s += RETRIES_S[0]
+    child.settle()
+    child.now_s += 30 * 86_400
+    child.live(20)
+    assert (mail.subjects(), mail.to) == (["use"], [["h@lab.org"]])
+    assert [part.get_content_type() for part in mail.mails[0].walk()] == [
+        "multipart/alternative", "text/plain", "text/html",
+    ]  # fmt: skip
+    assert child.ask(**asked) == {"due": False}
+
+
+def test_a_month_that_was_over_before_the_first_start_is_not_reported(tmp_path: Path, mail: MailServer) -> None:
+    child = child_with(tmp_path, mail)
+    assert child.ask(ask="report", key="2026-12", ended_at_s=START_S - 1) == {"due": False}
 
 
 def test_a_silence_outlives_the_process_and_ends_by_itself(tmp_path: Path, mail: MailServer) -> None:
@@ -521,6 +732,101 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, mail: MailServer, monkeypatch
     give(child, *many)
     wait_until(lambda: child.settle() or len(mail.mails) == 59)
     assert len({str(one["Message-ID"]) for one in mail.mails}) == 59
+
+
+def test_a_database_of_a_newer_version_stays_as_it_is(tmp_path: Path, mail: MailServer) -> None:
+    child = child_with(tmp_path, mail, to_admin())
+    child.look()
+    child.again()
+    path = tmp_path / "alerts.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    before = path.read_bytes()
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="99"):
+            child.look(drained())
+        child.settle()
+        child.now_s += RETRY_S
+    assert (path.read_bytes(), mail.mails) == (before, [])
+    assert len(child.connection.said) == 1
+
+
+def test_a_clock_that_is_set_back_a_day_delays_no_mail(tmp_path: Path, mail: MailServer) -> None:
+    child = child_with(tmp_path, mail, to_admin())
+    mail.refusal = "451 4.7.1 come back"
+    give(child, ended(1))
+    child.live(30, drained("n1"))
+    mail.refusal = ""
+    child.now_s -= 86_400
+    child.live(20, drained("n1"))
+    give(child, ended(2, at_s=child.now_s))
+    child.live(700, drained("n1"), drained("n2"))
+    assert sorted(mail.subjects()) == [
+        "[lab] 1 firing: NodeDrained n1",
+        "[lab] 1 firing: NodeDrained n2",
+        "lab Job_id=1 Name=fit Ended",
+        "lab Job_id=2 Name=fit Ended",
+    ]
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def test_a_kill_inside_each_write_loses_nothing(
+    tmp_path: Path, mail: MailServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [0]
+
+    def dying(write: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return write(*given)
+
+        return run
+
+    for name in ("run", "run_many"):
+        monkeypatch.setattr(Statement, name, dying(getattr(Statement, name)))
+    for at in itertools.count(1):
+        directory = tmp_path / str(at)
+        directory.mkdir()
+        mail.mails.clear()
+        child = child_with(directory, mail, to_admin())
+        child.look()
+        left[0] = at
+        for _ in range(3):  # what the controller says again after a kill
+            try:
+                child.look(drained())
+                give(child, ended(1), ended(2))
+            except Killed:
+                child.end()
+                child.service = child.started()
+        was_killed, left[0] = left[0] <= 0, 0
+        child.live(20, drained())
+        sent = {str(one["Message-ID"]): str(one["Subject"]) for one in mail.mails}
+        assert sorted(sent.values()) == [
+            "[lab] 1 firing: NodeDrained n1",
+            "lab Job_id=1 Name=fit Ended",
+            "lab Job_id=2 Name=fit Ended",
+        ], at
+        assert len(mail.mails) <= 5, at  # one of each receiver may be doubled, with the same Message-ID
+        child.end()
+        if not was_killed:
+            break
+    assert at > 10
+
+
+def test_a_webhook_that_never_answers_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/hook"
+        child = child_with(tmp_path, None, ReceiverSettings(name="hook", kind="webhook", address=address))
+        child.live(20, drained())
+    found = child.ask(ask="view")["receivers"][0]
+    assert (found["waiting"], found["why"]) == (1, "cannot reach 127.0.0.1: timed out")
 
 
 def test_two_processes_do_not_share_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

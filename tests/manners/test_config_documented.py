@@ -14,7 +14,7 @@ from hpcsched.cli.admin.init import init
 from hpcsched.cli.admin.node import node
 from hpcsched.cli.hhealth import COMMAND as HHEALTH
 from hpcsched.config.accounts import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config.keys import CIRCUIT, NODE, REQUIRED, SWITCH, Key
+from hpcsched.config.keys import ALERT_RULE, CIRCUIT, NODE, RECEIVER, REQUIRED, SWITCH, Key
 from hpcsched.config.load import default_config
 
 REPOSITORY = Path(hpcsched.__file__).parent.parent
@@ -24,6 +24,8 @@ SECTIONS_IN_PAGE = {f"[{name}]": keys for name, keys in ALL_SECTIONS.items()} | 
     "[users.NAME]": USER,
     "[qos.NAME]": QOS,
     "[topology.switches.NAME]": SWITCH,
+    "[alerts.receivers.NAME]": RECEIVER,
+    "[alerts.rules.NAME]": ALERT_RULE,
     "[power.circuits.NAME]": CIRCUIT,
     "NODES.D/NAME.TOML": NODE,
 }

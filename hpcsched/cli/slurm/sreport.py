@@ -12,7 +12,7 @@ from __future__ import annotations
 import pwd
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hpcsched import client
@@ -25,8 +25,8 @@ from hpcsched.metrics.usage_report import (
     ROOT_ACCOUNT,
     NodeTime,
     Period,
+    ReadJobs,
     node_times,
-    unknown_jobs,
     usage_rows,
     with_first_seen,
 )
@@ -122,18 +122,18 @@ def _period(given: Mapping[str, str], now_s: float) -> Period:
     return Period(start_s, end_s, now_s)
 
 
-def _jobs(period: Period, given: Mapping[str, str]) -> list[Json]:
+def _jobs(period: Period, given: Mapping[str, str], read: ReadJobs) -> Iterator[Json]:
     users = given.get("users") or given.get("user", "")
-    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1, energy=1)["jobs"]
-    if unknown := unknown_jobs(jobs):
-        complain("sreport", f"the use of {unknown} jobs is not in it: their events do not fit together")
+    jobs = client.each_of_history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1, energy=1)
     accounts = (given.get("accounts") or given.get("account", "")).split(",")
-    return [job for job in jobs if accounts == [""] or (job["account"] or ROOT_ACCOUNT) in accounts]
+    yield from read.reading(job for job in jobs if accounts == [""] or (job["account"] or ROOT_ACCOUNT) in accounts)
+    if read.unknown:
+        complain("sreport", f"the use of {read.unknown} jobs is not in it: their events do not fit together")
 
 
-def _used(period: Period, jobs: Sequence[Json], tres: Sequence[str]) -> dict[tuple[str, str], list[float]]:
+def _used(period: Period, given: Mapping[str, str], tres: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """Return (account, user) -> seconds of each TRES, and then the energy in joules."""
-    rows = usage_rows(jobs, [period], ("account", "user"))
+    rows = usage_rows(_jobs(period, given, ReadJobs()), [period], ("account", "user"))
     return {(row.key[0], row.key[1]): [*(row.tres_s(name) for name in tres), row.joules or 0.0] for row in rows}
 
 
@@ -142,14 +142,16 @@ def _used(period: Period, jobs: Sequence[Json], tres: Sequence[str]) -> dict[tup
 
 def _utilization(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
     nodes = client.call("GET", "/v1/nodes")["nodes"]
-    jobs = _jobs(period, given)
+    read = ReadJobs()
+    for _ in _jobs(period, given, read):
+        pass
     path = client.query("/v1/outages", start_s=period.start_s, end_s=period.end_s, kinds="down,drained,off")
     answer = client.call("GET", path)
     nodes = with_first_seen(nodes, answer["first_seen_s"])
     rows = []
     for name in tres:
         whole = NodeTime()
-        for times in node_times(period, jobs, nodes, answer["outages"], name).values():
+        for times in node_times(period, read.held, nodes, answer["outages"], name).values():
             whole.add(times)
         down_s = whole.down_s + whole.drained_s
         values = [whole.allocated_s, down_s, whole.off_s, whole.idle_s, 0.0, whole.capacity_s]
@@ -160,7 +162,7 @@ def _utilization(period: Period, tres: Sequence[str], given: Mapping[str, str]) 
 
 
 def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
-    used = _used(period, _jobs(period, given), tres)
+    used = _used(period, given, tres)
     rows = []
     for account in sorted({account for account, _ in used}):
         mine = {user: sums for (name, user), sums in used.items() if name == account}
@@ -182,7 +184,7 @@ def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -
 
 
 def _by_user(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
-    used = _used(period, _jobs(period, given), tres)
+    used = _used(period, given, tres)
     rows = [
         ([own_cluster(), user, _full_name(user), account], name, [sums[at], sums[-1]])
         for (account, user), sums in sorted(used.items(), key=lambda item: item[0][::-1])
@@ -195,7 +197,7 @@ def _top(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple
     count = given.get("topcount", str(TOP))
     if not (count.isascii() and count.isdigit() and 0 < int(count[:6]) <= 100_000):
         raise UsageError(f"cannot take topcount={count[:40]!r}: it must be a number")
-    used = _used(period, _jobs(period, given), tres)
+    used = _used(period, given, tres)
     best = sorted(used.items(), key=lambda item: -item[1][0])[: int(count)]
     rows = [
         ([own_cluster(), user, _full_name(user), account], name, [sums[at], sums[-1]])

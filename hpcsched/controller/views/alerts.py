@@ -16,10 +16,13 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Any
 
 from hpcsched import paths
@@ -33,7 +36,7 @@ from hpcsched.alerts.jobmail import (
     mails_of_limits,
     types_of,
 )
-from hpcsched.alerts.messages import AlertServiceSettings
+from hpcsched.alerts.messages import AlertServiceSettings, letter_of_report
 from hpcsched.alerts.rules import WatchedCluster, WatchedJob, WatchedNode
 from hpcsched.alerts.state import AlertCondition
 from hpcsched.api.connection_limits import AnswerPauses
@@ -44,11 +47,13 @@ from hpcsched.config.load import Config
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.findings import bottlenecks_of_job
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError, report_fault
+from hpcsched.lifecycle.events import ClusterEvent, EventSubject
 from hpcsched.lifecycle.job import limit_at_s
 from hpcsched.listing.efficiency import efficiency_line
 from hpcsched.metrics.bench import slow_tests
 from hpcsched.metrics.energy import ESTIMATED
 from hpcsched.metrics.findings import Bottleneck
+from hpcsched.model.alerting import RULES, RuleSettings, limits_of
 from hpcsched.model.codec import value_to_json
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import JobId, NodeName
@@ -57,13 +62,16 @@ from hpcsched.model.node import CHECKS, Link, Power
 from hpcsched.model.probation import DROPS_S
 from hpcsched.recorder import Recorder
 from hpcsched.state.cluster import ClusterState
-from hpcsched.state.transaction import WriteBatch
+from hpcsched.state.transaction import Transaction, WriteBatch
 
 log = logging.getLogger("hpcsched.alerts")
 
 Json = dict[str, Any]
 
 SLICE_S = 0.002  # of the event loop's time, at once
+REPORT_S = 600.0  # between looks whether the report of a month is due, and the longest time to make it
+MAX_REPORT_BYTES = 2 << 20
+REPORTER = (sys.executable, "-P", "-c", "import sys; from hpcsched.cli.hreport import main; sys.exit(main())")
 MAIL_PAUSE_S = 1.0  # job mail of the changes of so long is given together
 MOST_MAILS = 20_000  # that wait for the child
 MAILS_AT_ONCE = 200
@@ -121,6 +129,11 @@ class AlertFeed:
         self._mails: dict[str, JobMail] = {}  # not on the child's disk yet
         self._limits: dict[str, None] = {}  # keys of mail that was given and is still due
         self._judged: dict[JobId, tuple[float, list[Bottleneck]]] = {}
+        self._reporting: asyncio.Task[None] | None = None
+        self._report_at_s = float("-inf")
+        self._report_trouble = ""
+        self._recorded: dict[str, None] = {}  # news of the child that the next commit has
+        self._known_news: dict[str, None] = {}  # that are on disk, which the child is to be told
         self._slow: tuple[object, dict[str, str]] = (None, {})  # of which assessments, and what they say
         controller.on_commit.append(self._committed)
 
@@ -143,8 +156,9 @@ class AlertFeed:
     async def close(self) -> None:
         """End the watch and the child; letters on their way are waited for a little."""
         process, self._process = self._process, None
-        if self._running is not None:
-            self._running.cancel()
+        for task in (self._running, self._reporting):
+            if task is not None:
+                task.cancel()
         if process is not None:
             await process.close()
 
@@ -170,6 +184,7 @@ class AlertFeed:
                 if loop.time() >= next_look_s:
                     next_look_s = loop.time() + interval_s
                     await self._look(process)
+                    self._see_to_report(process)
                 await self._give_mail(process)
             except UnavailableError as error:
                 log.debug("%s", error)  # the child says why in the log, and is asked again
@@ -185,7 +200,7 @@ class AlertFeed:
         if process.pid is None:
             return
         now_s, slices = self._clock(), AnswerPauses(SLICE_S)
-        share = self._cluster.config.share
+        share, limits = self._cluster.config.share, limits_of(self._cluster.config.alerts.rules)
         busy = {name for job in self._cluster.active_jobs() for name in job.held_nodes}
         slow = await self._slow_nodes(slices)
         conditions: list[AlertCondition] = []
@@ -194,16 +209,78 @@ class AlertFeed:
             facts = self._facts_of(name, busy, slow, now_s)
             if facts is not None:
                 nodes.append(facts)
-                conditions += rules.of_node(facts, share)
+                conditions += rules.of_node(facts, share, limits)
             await slices.between()
-        conditions += rules.of_cluster(self._cluster_facts(now_s), nodes, share)
+        conditions += rules.of_cluster(self._cluster_facts(now_s), nodes, share, limits)
         conditions += await self._of_jobs(slices, now_s)
+        known_news = list(self._known_news)
         question = {
             "ask": "look",
             "conditions": [value_to_json(made) for made in conditions],
             "quiet_nodes": quiet_nodes(self._cluster, now_s),
+            "known_news": known_news,
         }
-        await process.ask(question)
+        answer = json.loads(await process.ask(question))
+        for number in known_news:
+            self._known_news.pop(number, None)
+        self._record_news(answer.get("news", {}))
+
+    def _record_news(self, news: Mapping[str, Json]) -> None:
+        """Record which alerts have fired or ended; the child is told when that is on disk.
+
+        A controller that is killed between these two records it again.
+        """
+        known = self._recorded.keys() | self._known_news.keys()
+        new = {number: one for number, one in news.items() if number not in known}
+        if not new:
+            return
+        self._recorded |= dict.fromkeys(new)
+
+        def record(tx: Transaction) -> None:
+            for one in new.values():
+                tx.note_event(_event_of_alert(one))
+
+        def done(outcome: object) -> None:
+            failed = isinstance(outcome, Exception)
+            for number in new:
+                self._recorded.pop(number, None)
+                if not failed:
+                    self._known_news[number] = None
+
+        self._controller.ask(record, done)
+
+    # ----- the report of the last month
+
+    def _see_to_report(self, process: AlertProcess) -> None:
+        """Begin the report of the last month now and then; the child knows whether it is due."""
+        config, now_s = self._cluster.config, asyncio.get_running_loop().time()
+        is_free = self._reporting is None or self._reporting.done()
+        if config.reports.mail and config.alerts.smtp and is_free and now_s >= self._report_at_s:
+            self._report_at_s = now_s + REPORT_S
+            self._reporting = asyncio.get_running_loop().create_task(self._report(process, config))
+
+    async def _report(self, process: AlertProcess, config: Config) -> None:
+        """Have hreport make the mail, if it is due, and give it to the child.
+
+        A failure is tried again.
+        """
+        first = datetime.fromtimestamp(self._clock()).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+        month = f"{first - timedelta(days=1):%Y-%m}"
+        question: Json = {"ask": "report", "key": month, "ended_at_s": first.timestamp()}
+        why = ""
+        try:
+            if json.loads(await process.ask(question))["due"]:
+                mail = await _made_report(month, config)
+                letter = letter_of_report(mail, f"report.{month}", self._clock(), config.reports.mail)
+                await process.ask(question | {"letter": value_to_json(letter)})
+                log.info("the report of %s goes to %s", month, ", ".join(config.reports.mail))
+        except (UnavailableError, OSError, ValueError) as error:
+            why = str(error)
+        except Exception as error:
+            why = f"{report_fault(error, 'make the report of a month')}"
+        if why and why != self._report_trouble:
+            log.error("cannot mail the report of %s: %s; trying again", month, why)
+        self._report_trouble = why
 
     # ----- nodes and the cluster
 
@@ -225,6 +302,7 @@ class AlertFeed:
             conditions=hardware["conditions"] if hardware is not None else None,
             errors=hardware["errors"] if hardware is not None else None,
             slow=slow.get(name, ""),
+            clock_ahead_s=self._controller.metrics.clock_ahead_s(name, now_s) if is_up else None,
         )
 
     async def _slow_nodes(self, slices: AnswerPauses) -> dict[str, str]:
@@ -286,7 +364,7 @@ class AlertFeed:
             job
             for job in running
             if now_s - (job.started_at_s or now_s) >= JUDGED_AFTER_S
-            and now_s - self._judged.get(job.id, (0.0, []))[0] >= JUDGED_AGAIN_S
+            and not 0.0 <= now_s - self._judged.get(job.id, (0.0, []))[0] < JUDGED_AGAIN_S  # or the clock was set back
         ]
         due.sort(key=lambda job: self._judged.get(job.id, (0.0, []))[0])
         for job in due[:JUDGED_AT_ONCE]:
@@ -413,6 +491,67 @@ class AlertFeed:
             raise UnavailableError("cannot use alerts: they are switched off; see [alerts] on in hpcsched.toml")
         answer: Json = json.loads(await self._process.ask(question))
         return answer
+
+
+def _event_of_alert(news: Json) -> ClusterEvent:
+    more = {name: news[name] for name in ("labels", "severity", "uid", "user", "account")}
+    return ClusterEvent(
+        about=EventSubject.ALERT,
+        kind=news["kind"],
+        name=news["name"],
+        at_s=news["at_s"],
+        text=news["text"],
+        more=more,
+    )
+
+
+def rule_views(settings: Sequence[RuleSettings]) -> list[Json]:
+    """Return all rules as they apply, and which keys of hpcsched.toml have changed them."""
+    changes, limits = {one.name: one for one in settings}, limits_of(settings)
+    return [
+        {
+            "rule": name,
+            "enabled": change.enabled,
+            "severity": change.severity or rule.severity.value,
+            "for_s": rule.for_s if change.for_s is None else change.for_s,
+            "limit": limits.get(name),
+            "unit": "" if rule.limit is None else rule.limit.unit,
+            "meaning": rule.meaning,
+            "changed": change.changed,
+        }
+        for name, rule in RULES.items()
+        for change in [changes.get(name, RuleSettings(name=name))]
+    ]
+
+
+async def _made_report(month: str, config: Config) -> str:
+    """Return what hreport writes as a mail, in a process of its own.
+
+    Raises OSError, ValueError.
+    """
+    words = (f"--month={month}", f"--by={','.join(config.reports.by)}", f"--mail={','.join(config.reports.mail)}")
+    environment = {name: value for name, value in os.environ.items() if name not in ("HPCSCHED_URL", "HPCSCHED_API")}
+    child = await asyncio.create_subprocess_exec(
+        *REPORTER,
+        *words,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment | {"HPCSCHED_CONFIG": str(config.config_dir), "HPCSCHED_API": str(config.api_socket)},
+    )
+    try:
+        async with asyncio.timeout(REPORT_S):
+            out, err = await child.communicate()
+    except TimeoutError:
+        raise ValueError(f"hreport took more than {REPORT_S:g} s") from None
+    finally:
+        if child.returncode is None:
+            with suppress(ProcessLookupError):
+                child.kill()
+    if child.returncode or len(out) > MAX_REPORT_BYTES:
+        why = err.decode(errors="replace").strip().splitlines()[-1:] or [f"it has {len(out)} bytes"]
+        raise ValueError(why[0][:300])
+    return out.decode("ascii")
 
 
 LABELS = ("rule", "node", "mount", "part", "job", "user")

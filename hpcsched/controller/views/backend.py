@@ -70,7 +70,7 @@ from hpcsched.controller.requests.reaches import KEY_S, Reaches
 from hpcsched.controller.requests.reservations import read_options
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
-from hpcsched.controller.views.alerts import AlertFeed, read_end, read_silence
+from hpcsched.controller.views.alerts import AlertFeed, read_end, read_silence, rule_views
 from hpcsched.controller.views.findings import findings_of_job, findings_of_queue
 from hpcsched.controller.views.history import history_text, outages_of, story_of, tariff_of
 from hpcsched.controller.views.queue import (
@@ -96,6 +96,8 @@ from hpcsched.errors import (
 )
 from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
+from hpcsched.lifecycle.events import ClusterEvent, EventSubject
+from hpcsched.listing.ecs import node_of_event
 from hpcsched.listing.text import split_list
 from hpcsched.metrics.bench import run_of
 from hpcsched.metrics.links import MOST_LINKED, links_limit_s
@@ -114,7 +116,7 @@ from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.audit_heads import AuditHeads
 from hpcsched.store.backup import back_up
-from hpcsched.store.store import HistoryQuery
+from hpcsched.store.store import NO_JOB, HistoryQuery
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -671,25 +673,63 @@ class ControllerBackend(Reading):
         await self._change(identity, Action.REACH_JOB, lambda tx: None, asked)
         return {"key": key, "job": job.id, "display_id": job.display_id, "valid_s": KEY_S}
 
-    def events(self, identity: Identity, after: int | None) -> Json:
-        """Return the events of visible jobs after number `after`; None: none, from now on.
+    def events(
+        self, identity: Identity, after: int | None, about: Collection[str] = (), nodes: Collection[str] = ()
+    ) -> Json:
+        """Return the visible events after number `after`; None: none, from now on.
 
-        `state` is the job's present state; it and the user of a job that is not remembered any more are None.
+        `about`: only those about these subjects; `nodes`: only those of these nodes. `state` is the job's present state;
+        it and the user of a job that is not remembered any more are None.
         """
         store = self._controller.store
         found: list[Json] = []
         if after is None:
             return {"events": found, "next": store.last_event()}
         sees_all = reach(identity, Action.VIEW_JOBS) is Reach.ALL
+        sees: Callable[[Json], bool] | None = None  # made for the first event that needs it
         for row in store.events_after(after):
             after = row.seq
+            if row.job_id == NO_JOB:
+                event = {"seq": row.seq, "at_s": row.at_s, "kind": row.kind, **json.loads(row.data)}
+                sees = sees or self._event_filter(identity, about, nodes)
+                if sees(event):
+                    found.append({name: value for name, value in event.items() if name not in ("uid", "account")})
+                continue
+            if nodes or (about and EventSubject.JOB not in about):
+                continue
             job = self._cluster.jobs.get(JobId(row.job_id))
             if sees_all or (job is not None and allows(identity, Action.VIEW_JOBS, job)):
                 state = None if job is None else job.state.value
-                event = {"seq": row.seq, "at_s": row.at_s, "job_id": row.job_id, "kind": row.kind, "state": state}
-                event["user"] = None if job is None else job.user
+                event = {"seq": row.seq, "at_s": row.at_s, "about": EventSubject.JOB.value, "job_id": row.job_id}
+                event |= {"kind": row.kind, "state": state, "user": None if job is None else job.user}
                 found.append(event)
         return {"events": found, "next": after}
+
+    def _event_filter(
+        self, identity: Identity, about: Collection[str], nodes: Collection[str]
+    ) -> Callable[[Json], bool]:
+        """Return what says whether an event of no job is wanted, and visible to the user."""
+        seen = visible_nodes(self._cluster, identity)
+        sees_nodes = reach(identity, Action.VIEW_NODES) is Reach.ALL
+        reserved = {one.name for one in self._visible_reservations(identity)}
+        sees_reservations = reach(identity, Action.VIEW_RESERVATIONS) is Reach.ALL
+
+        def is_seen(event: Json) -> bool:
+            if about and event["about"] not in about:
+                return False
+            if nodes and node_of_event(event) not in nodes:
+                return False
+            match event["about"]:
+                case EventSubject.NODE:
+                    return sees_nodes or event["name"] in seen
+                case EventSubject.RESERVATION:
+                    return sees_reservations or event["name"] in reserved
+                case EventSubject.ALERT:
+                    return self._is_visible_alert(identity, event, seen)
+                case _:
+                    return sees_nodes
+
+        return is_seen
 
     # ----- nodes and the rest
 
@@ -997,7 +1037,7 @@ class ControllerBackend(Reading):
     # ----- alerts, which a child of the controller has
 
     async def alerts(self, identity: Identity) -> Json:
-        """Return the alerts that the user may see, and the silences.
+        """Return the alerts that the user may see, the silences, and the rules as they apply.
 
         Receivers, and how sending to them goes, are for those who may silence.
         """
@@ -1006,7 +1046,7 @@ class ControllerBackend(Reading):
         found["alerts"] = [alert for alert in found["alerts"] if self._is_visible_alert(identity, alert, seen)]
         if not allows(identity, Action.SILENCE):
             found["silences"], found["receivers"] = [], []
-        return found | {"now_s": self._clock()}
+        return found | {"rules": rule_views(self._cluster.config.alerts.rules), "now_s": self._clock()}
 
     def _is_visible_alert(self, identity: Identity, alert: Json, seen: Collection[str]) -> bool:
         if alert["uid"] is not None:
@@ -1196,6 +1236,16 @@ class ControllerBackend(Reading):
 
         def drained(tx: Transaction) -> None:
             changed.extend(follow_renames(tx, identity.uid))
+            tx.note_event(
+                ClusterEvent(
+                    about=EventSubject.CONFIGURATION,
+                    kind="ConfigurationRead",
+                    name="",
+                    at_s=tx.now_s,
+                    by=identity.user,
+                    text="; ".join(changed),
+                )
+            )
             # Before the nodes are connected, so before a job can start there.
             for name in testing:
                 state = tx.cluster.nodes.get(NodeName(name))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import user_name
 from hpcsched.api.views import job_view, jobs_text, json_text, step_view, training_view
-from hpcsched.auth.authorize import Action, Identity, allows
+from hpcsched.auth.authorize import Action, Identity, Reach, allows, reach
 from hpcsched.config.load import Config
 from hpcsched.controller.recovery import load_state, node_of, policy_of
 from hpcsched.controller.tick import Controller
@@ -57,7 +57,7 @@ from hpcsched.lifecycle.events import (
     Suspended,
 )
 from hpcsched.lifecycle.job import CHANGEABLE, OUTPUT_FULL
-from hpcsched.model.accounting import EnergyUse
+from hpcsched.model.accounting import EnergyUse, GpuUse
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, MAX_COMPONENTS, Job, TrainingStatus, components_of, exit_words
@@ -98,6 +98,8 @@ class _HistorySlice(NamedTuple):
     training: dict[int, TrainingStatus]
     attempts: dict[int, tuple[Attempt, ...] | None] | None
     energy: dict[int, list[EnergyUse]] | None
+    gpu_uses: dict[int, list[GpuUse]]
+    step_figures: dict[int, list[Json]]  # with `attempts`, instead of `steps`
     extras: _Extras
 
 
@@ -188,20 +190,24 @@ def _read(store: Store, ids: Sequence[int], extras: _Extras, tariff: Tariff) -> 
     if attempts is None and energy and (tariff.kwh.windows or tariff.gco2_per_kwh.windows):
         attempts = store.attempts([job for job in found if job.id in energy])
     training = {} if extras.attempts else store.load_training(ids)
-    return _HistorySlice(found, store.load_steps(ids), training, attempts, energy, extras)
+    steps = [] if extras.attempts else store.load_steps(ids)
+    gpu_uses = store.load_gpu_uses(ids) if extras.attempts else {}
+    figures = store.step_figures(ids) if extras.attempts else {}
+    return _HistorySlice(found, steps, training, attempts, energy, gpu_uses, figures, extras)
 
 
 def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s: float) -> Iterator[Json]:
     steps: dict[int, list[Json]] = {}
     for step in part.steps:
         steps.setdefault(step.job_id, []).append(step_view(step))
+    sees_all = reach(identity, Action.VIEW_JOBS) is reach(identity, Action.VIEW_USAGE) is Reach.ALL
     for job in part.jobs:
-        if not allows(identity, Action.VIEW_JOBS, job):
+        if not (sees_all or allows(identity, Action.VIEW_JOBS, job)):
             continue
         energy = _energy_views((part.energy or {}).get(job.id, []), (part.attempts or {}).get(job.id), cluster, now_s)
         if part.extras.attempts:
-            if allows(identity, Action.VIEW_USAGE, job):
-                yield _use_view(job, part, cluster, steps.get(job.id, [])) | ({"energy": energy} if energy else {})
+            if sees_all or allows(identity, Action.VIEW_USAGE, job):
+                yield _use_view(job, part, cluster) | ({"energy": energy} if energy else {})
             continue
         for component in components_of(cluster.jobs.get(job.id, job)):
             view = job_view(component, cluster, identity, now_s)
@@ -215,15 +221,16 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
             yield view
 
 
-def _use_view(job: Job, part: _HistorySlice, cluster: ClusterState, steps: Sequence[Json]) -> Json:
+def _use_view(job: Job, part: _HistorySlice, cluster: ClusterState) -> Json:
     """Return what reports count of a job; of a year there may be very many."""
     known = cluster.jobs.get(job.id, job)
     live = cluster.live_use(known) if known.state in ACTIVE else None
     return {
         **{name: getattr(known, name) for name in ("id", "display_id", "user", "account", "partition", "qos")},
         "state": known.state.value,
-        "use": None if live is None else {"cpu_s": live.cpu_s},
-        "steps": [{name: step[name] for name in ("step", "attempt", "cpu_user_s", "cpu_system_s")} for step in steps],
+        "use": None if live is None else {"cpu_s": live.cpu_s, "memory_bytes": live.memory_bytes},
+        "steps": part.step_figures.get(job.id, []),
+        "gpu_use": [[use.attempt, use.node, use.seen_s, use.busy_s] for use in part.gpu_uses.get(job.id, ())],
         "attempts": _attempt_views((part.attempts or {})[job.id]),
     }
 

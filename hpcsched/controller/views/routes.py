@@ -41,8 +41,10 @@ from hpcsched.errors import (
     UnavailableError,
     report_fault,
 )
+from hpcsched.lifecycle.events import EventSubject
 from hpcsched.metrics.exposition import OPEN_METRICS, content_type_for
 from hpcsched.model.codec import spec_from_json
+from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import number, whole_number
 
@@ -485,9 +487,10 @@ class _Routes:
         query, identity, loop = request.query, self._identity(request), asyncio.get_running_loop()
         after = _number(query, "after", 0) if "after" in query else None
         until_s = loop.time() + min(number(query.get("wait_s", "0"), "wait_s"), LOG_WAIT_S)
+        about, nodes = read_event_filters(query)
         backend = await self._backend()
         while True:
-            found = backend.events(identity, after)
+            found = backend.events(identity, after, about, nodes)
             if found["events"] or after is None or loop.time() >= until_s:
                 return answer(found)
             after = found["next"]
@@ -594,6 +597,19 @@ def _key_of(request: web.Request) -> str:
     if not 0 < len(key) <= MAX_REQUEST_ID or not key.isprintable():
         raise RequestError(f"cannot use the idempotency key: it must have 1 to {MAX_REQUEST_ID} printable characters")
     return key
+
+
+def read_event_filters(query: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return what events must be about, and their nodes, of a query; empty: all.
+
+    Raises RequestError.
+    """
+    known = [subject.value for subject in EventSubject]
+    about = [word.strip() for word in query.get("about", "").split(",") if word.strip()]
+    for word in about:
+        if word not in known:
+            raise RequestError(f"cannot filter events by {word[:40]!r}: there are {', '.join(known)}")
+    return frozenset(about), frozenset(expand_hostlist(query["node"]) if query.get("node") else ())
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:

@@ -458,6 +458,8 @@ document.addEventListener("keydown", (event) => {
 });
 
 showActions();
+const SUBJECTS = {};
+for (const about of ["job", "node", "reservation", "configuration", "alert"]) SUBJECTS[about] = refreshSoon;
 const log = document.getElementById("log");
 const form = document.getElementById("submit");
 if (form) submission(form);
@@ -467,6 +469,6 @@ if (served) opening(served);
 if (place) terminal(place);
 if (log) follow(log);
 else if (document.querySelector("[data-live]")) {
-  stream(() => `${API}/events`, { job: refreshSoon }, refreshSoon);
+  stream(() => `${API}/events`, SUBJECTS, refreshSoon);
   setInterval(() => document.hidden || refreshSoon(), LOOK_MS);
 }

@@ -18,12 +18,12 @@ from hpcsched.alerts.state import (
     AlertBook,
     AlertCondition,
     AlertPhase,
-    AlertSeverity,
     Digest,
     Inhibition,
     Silence,
     Subscriber,
 )
+from hpcsched.model.alerting import AlertSeverity
 
 START_S = 1_800_000_000.0
 STEP_S = 10.0

@@ -18,10 +18,12 @@ from fake_api import FakeApi
 from jobs import T0
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
+from hpcsched import client
 from hpcsched.auth.authorize import HIDEABLE, Identity
 from hpcsched.cli import hacct, hctl, hreport
 from hpcsched.cli.slurm import sreport
 from hpcsched.controller.requests import jobs
+from hpcsched.controller.views.routes import read_event_filters
 from hpcsched.model.accounting import EnergyUse
 from hpcsched.model.tariff import Price, Tariff, price_of
 
@@ -84,6 +86,15 @@ def test_use_is_the_sum_over_all_attempts(served: Cluster, capsys: pytest.Captur
     assert row["requeued_cpu_hours"] * 3600 == pytest.approx(100)
     assert sreport.main(["user", "top", *SREPORT_PERIOD]) == 0
     assert capsys.readouterr().out == "demo|ann||root|150|0\n".replace("demo", "lab")
+
+
+def test_reports_are_read_page_by_page(served: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(4):
+        one = served.submit(ANN)
+        served.run(one)
+        served.end(one)
+    monkeypatch.setattr("hpcsched.client.PAGE_JOBS", 2)
+    assert [job["id"] for job in client.each_of_history(attempts=1)] == [4, 5, 2, 3, 1]
 
 
 def test_a_drained_node_is_not_idle(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +236,8 @@ def serve_events(api: FakeApi, cluster: Cluster) -> None:
     backend = cluster.backend()
 
     def events(_: object, given: dict[str, str]) -> Any:
-        return backend.events(ROOT, int(given["after"]) if "after" in given else None)
+        about, nodes = read_event_filters(given)
+        return backend.events(ROOT, int(given["after"]) if "after" in given else None, about, nodes)
 
     api.answers["GET /v1/events"] = events
     api.answers["GET /v1/ping"] = {"cluster": "lab"}
@@ -237,11 +249,25 @@ def test_events_are_printed_with_their_numbers(
     serve_events(api, cluster)
     assert hctl.main(["events"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[1:] for line in lines][0] == ["1", "job 1 of ann: Submitted"]
+    assert lines[0].split("  ")[1:] == ["1", "node n1: up: agent x"]
+    assert any(line.endswith("job 1 of ann: submitted; now COMPLETED") for line in lines)
     assert len(lines) == cluster.store.last_event()
     assert hctl.main(["events", f"after={len(lines) - 1}", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["event"]["sequence"] == len(lines)
+
+
+def test_events_are_filtered_by_what_they_are_about(
+    api: FakeApi, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_events(api, cluster)
+    for word, count in (("node", 3), ("reservation", 0), ("job,node", cluster.store.last_event())):
+        assert hctl.main(["events", f"--kind={word}"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == count
+    assert hctl.main(["events", "--node=n[2-3]"]) == 0
+    assert "node n2: drained by root: heat" in capsys.readouterr().out
+    assert hctl.main(["events", "--node=n9"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_events_are_followed_over_a_restart_of_the_controller(
@@ -295,7 +321,7 @@ def test_a_restored_database_is_followed_from_its_last_event(
 
 def test_words_that_are_no_place_among_events_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert hctl.main(["events", "yesterday"]) == 2
-    assert "write hctl events [-f] [--json] [after=NUMBER]" in capsys.readouterr().err
+    assert "write hctl events [-f] [--json] [--kind=LIST] [--node=NODES] [after=NUMBER]" in capsys.readouterr().err
 
 
 # ----- energy of jobs

@@ -20,6 +20,7 @@ from hpcsched.config.load import (
     render_node,
 )
 from hpcsched.errors import ConfigError
+from hpcsched.metrics.usage_report import DIMENSIONS
 
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
 
@@ -347,3 +348,51 @@ def test_times_of_the_configuration_may_have_units(tmp_path: Path) -> None:
     assert config.controller.requeue_delay_s == 120
     assert config.scheduler.default_time_limit == 4 * 3600
     assert config.partitions[0].max_time_s == 36 * 3600
+
+
+def test_rules_of_alerts_are_changed_by_name(write: Write) -> None:
+    text = """
+[alerts.rules.ClockOff]
+for = "10m"
+limit = "90s"
+severity = "critical"
+[alerts.rules.NodeSlow]
+enabled = false
+[alerts.rules.HeadDiskFull]
+limit = "2G"
+"""
+    clock, slow, disk = load(write(text)).alerts.rules
+    assert (clock.name, clock.for_s, clock.limit, clock.severity) == ("ClockOff", 600.0, 90.0, "critical")
+    assert clock.changed == ["for", "severity", "limit"]
+    assert (slow.enabled, slow.changed, disk.limit) == (False, ["enabled"], 2048.0)
+    assert load(write("[alerts.rules.NodeDown]\nfor = 0\n")).alerts.rules[0].for_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[alerts.rules.NodeDwon]", "[alerts.rules] has the unknown rule 'NodeDwon'"),
+        ("[alerts.rules.NodeDown]\nafter = 3", "[alerts.rules.NodeDown] has the unknown key 'after'"),
+        ('[alerts.rules.NodeDown]\nfor = "soon"', "[alerts.rules.NodeDown] for = 'soon'"),
+        ('[alerts.rules.NodeDown]\nseverity = "bad"', "severity = 'bad': wants one of info, warning, critical"),
+        ("[alerts.rules.NodeDown]\nlimit = 3", "limit = 3: this rule has no limit"),
+        ('[alerts.rules.ClockOff]\nlimit = "1s"', "limit = '1s': wants 2s to 1d"),
+        ('[alerts.rules.FileSystemFull]\nlimit = "5%"', "limit = '5%': wants a number"),
+        ("[alerts.rules.FileSystemFull]\nlimit = nan", "limit = nan: wants a number"),
+        ("[alerts.rules]\nNodeDown = 3", "[alerts.rules.NodeDown] is 3, and should be a table"),
+        ("[alerts]\nrules = 3", "[alerts.rules] is 3, and should be a table"),
+    ],
+)
+def test_what_is_wrong_with_a_rule_of_alerts_is_said(write: Write, text: str, why: str) -> None:
+    assert why in refusal(write(text))
+
+
+def test_reports_by_mail_have_rows_that_hreport_knows_and_need_a_mail_server(write: Write) -> None:
+    smtp = '[alerts]\nsmtp = "smtp://localhost"\n'
+    made = load(write(smtp + '[reports]\nmail = ["head@lab.org"]\nby = ["node", "month"]\n')).reports
+    assert (made.mail, made.by) == (("head@lab.org",), ("node", "month"))
+    assert load(write(f"[reports]\nby = {toml_value(list(DIMENSIONS))}\n")).reports.by == DIMENSIONS
+    assert "needs smtp of [alerts]" in refusal(write('[reports]\nmail = ["head@lab.org"]\n'))
+    assert "wants a list of some of user" in refusal(write('[reports]\nby = ["weather"]\n'))
+    assert "wants a list of some of user" in refusal(write("[reports]\nby = []\n"))
+    assert "wants a mail address" in refusal(write(smtp + '[reports]\nmail = ["-oQ/tmp"]\n'))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ANN, ROOT, Cluster
+from cluster import ANN, ROOT, Cluster, full_disk
 from waiting import played
 
 from hpcnode.wire import protocol
-from hpcsched.config.load import AlertSettings
+from hpcsched.config.load import AlertSettings, ReportSettings
 from hpcsched.controller.requests import reservations
 from hpcsched.controller.requests.jobs import cancel
 from hpcsched.controller.views import alerts
@@ -30,12 +33,16 @@ class Child:
         self.is_new = True
         self.answers = True
         self.questions: list[dict[str, Any]] = []
+        self.news: dict[str, Any] = {}
+        self.due = False
 
     async def ask(self, question: dict[str, Any]) -> bytes:
         if not self.answers:
             raise UnavailableError("cannot use alerts now")
         self.questions.append(question)
-        return b"{}"
+        for number in question.get("known_news", ()):
+            self.news.pop(number, None)
+        return json.dumps({"news": self.news, "due": self.due}).encode()
 
     def mails(self) -> list[str]:
         """Return the ends of the keys of all mail that it was given."""
@@ -202,3 +209,112 @@ def test_a_silence_says_what_it_is_about_and_ends() -> None:
 def test_a_silence_of_nothing_or_for_ever_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="cannot"):
         read_silence(SILENCE | change, "ann", 1000.0)
+
+
+FIRED = {
+    "kind": "AlertFired", "name": "NodeDown", "at_s": 5.0, "text": "no route", "labels": {"node": "n1"},
+    "severity": "warning", "uid": None, "user": "", "account": "",
+}  # fmt: skip
+
+
+@played
+async def test_an_alert_that_fires_is_an_event_once_and_the_child_is_told() -> None:
+    lab = Watched("n1")
+    last = lab.cluster.store.last_event()
+    lab.child.news = {"f.firing.5": FIRED}
+    await lab.look()
+    await lab.look()  # before the commit: the child says it again
+    lab.cluster.tick()
+    await lab.look()
+    assert (lab.child.news, lab.feed._recorded, lab.feed._known_news) == ({}, {}, {})
+    (found,) = lab.cluster.backend().events(ROOT, last)["events"]
+    assert {name: found[name] for name in ("about", "kind", "name", "text", "severity", "labels")} == {
+        "about": "alert", "kind": "AlertFired", "name": "NodeDown", "text": "no route", "severity": "warning",
+        "labels": {"node": "n1"},
+    }  # fmt: skip
+    assert "uid" not in found
+
+
+@played
+async def test_news_whose_commit_failed_is_recorded_later() -> None:
+    lab = Watched("n1")
+    last = lab.cluster.store.last_event()
+    lab.child.news = {"f.firing.5": FIRED}
+    with full_disk(lab.cluster):
+        await lab.look()
+        lab.cluster.tick()
+    await lab.look()
+    lab.cluster.tick()
+    await lab.look()
+    assert lab.child.news == {}
+    assert len(lab.cluster.backend().events(ROOT, last)["events"]) == 1
+
+
+def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """Let a script of the shell stand for hreport; return a file to which it may write."""
+    said = tmp_path / "said"
+    program = tmp_path / "hreport"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{said}"\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(alerts, "REPORTER", (str(program),))
+    return said
+
+
+def with_reports(lab: Watched) -> None:
+    config = lab.cluster.state.config
+    lab.cluster.state.config = replace(config, reports=ReportSettings(mail=("head@lab.org",)))
+
+
+MAIL = """cat <<'END'
+MIME-Version: 1.0
+Subject: [lab] use
+Content-Type: multipart/alternative; boundary="x"
+
+--x
+Content-Type: text/plain
+
+much
+--x
+Content-Type: text/html
+
+<p>much</p>
+--x--
+END"""
+
+
+@played
+async def test_the_report_of_the_last_month_is_made_if_it_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Watched("n1")
+    with_reports(lab)
+    said = reporter(tmp_path, monkeypatch, MAIL)
+    await lab.feed._report(lab.child, lab.cluster.state.config)  # type: ignore[arg-type]
+    assert not said.exists()
+    lab.child.due = True
+    await lab.feed._report(lab.child, lab.cluster.state.config)  # type: ignore[arg-type]
+    first = datetime.fromtimestamp(lab.cluster.now_s).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    month = f"{first - timedelta(days=1):%Y-%m}"
+    assert said.read_text().splitlines() == [f"--month={month}", "--by=account,user", "--mail=head@lab.org"]
+    given = lab.child.questions[-1]
+    assert (given["key"], given["ended_at_s"]) == (month, first.timestamp())
+    assert {name: given["letter"][name] for name in ("subject", "lines", "to")} == {
+        "subject": "[lab] use", "lines": ["much"], "to": ["head@lab.org"],
+    }  # fmt: skip
+    assert "<p>much</p>" in given["letter"]["html"]
+
+
+@played
+async def test_a_report_that_fails_is_logged_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lab = Watched("n1")
+    with_reports(lab)
+    lab.child.due = True
+    for script in ("echo no controller >&2; exit 1", "echo no mail"):
+        caplog.clear()
+        reporter(tmp_path, monkeypatch, script)
+        for _ in range(2):
+            await lab.feed._report(lab.child, lab.cluster.state.config)  # type: ignore[arg-type]
+        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    assert not any("letter" in question for question in lab.child.questions)

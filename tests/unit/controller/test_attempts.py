@@ -16,7 +16,8 @@ from hpcnode.wire import protocol
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity
 from hpcsched.controller import preemption
 from hpcsched.controller.requests import jobs
-from hpcsched.lifecycle.attempts import Attempt, Holding
+from hpcsched.lifecycle.attempts import Attempt, Holding, attempts_of, ordinary_attempts
+from hpcsched.lifecycle.events import Submitted
 from hpcsched.model.ids import NodeName
 
 
@@ -28,6 +29,8 @@ def cluster(tmp_path: Path) -> Cluster:
 def attempts(cluster: Cluster, job_id: int) -> tuple[Attempt, ...]:
     found = cluster.store.attempts([cluster.job(job_id)])[job_id]
     assert found is not None
+    events = [event for event in cluster.store.load_events(job_id) if not isinstance(event, Submitted)]
+    assert found == attempts_of(cluster.job(job_id), events)  # however it was found
     return found
 
 
@@ -150,3 +153,21 @@ def test_drains_are_outages_of_their_own_kind(cluster: Cluster) -> None:
     assert outages(cluster) == [("n1", 150, 200, "down")]
     assert outages(cluster, kinds="drained") == [("n1", 100, 250, "drained")]
     assert outages(cluster, kinds="down,drained,off") == [("n1", 150, 200, "down"), ("n1", 100, 250, "drained")]
+
+
+def test_an_ordinary_job_is_told_from_its_kinds_of_events_alone(cluster: Cluster) -> None:
+    waits, job_id = cluster.submit(), cluster.submit()
+    for late_s in (0.0, 7.0):  # the end may be reported late
+        one = cluster.submit(cpus_per_task=2)
+        cluster.run(one)
+        cluster.tick(30.0)
+        report = cluster.report(one, protocol.ENDED, codes=[0], ran_s=30.0, ago_s=late_s)
+        cluster.says(cluster.job(one).shares[0].node, report)
+        course = [(type(event).__name__, event.at_s) for event in cluster.store.load_events(one)][1:]
+        assert ordinary_attempts(cluster.job(one), course) == attempts(cluster, one)
+        assert cpu_s(attempts(cluster, one)) == cluster.job(one).charged_cpu_s
+    course = [(type(event).__name__, event.at_s) for event in cluster.store.load_events(waits)][1:]
+    assert ordinary_attempts(cluster.job(waits), course) is None
+    cluster.run(job_id)
+    course = [(type(event).__name__, event.at_s) for event in cluster.store.load_events(job_id)][1:]
+    assert ordinary_attempts(cluster.job(job_id), course) is None

@@ -15,6 +15,7 @@ from hpcnode.wire import protocol
 from hpcsched.controller.energy import WRITE_EVERY_S, EnergyLedger
 from hpcsched.metrics.energy import COMPONENT, ESTIMATED
 from hpcsched.model.ids import NodeName
+from hpcsched.model.node import Gpu, GpuRequest
 
 COLUMNS = ["node_energy_joules_total:package-0", "node_cpu_seconds_total:user", "node_cpu_seconds_total:idle"]
 
@@ -215,3 +216,30 @@ def test_the_history_has_the_energy_on_request(cluster: Cluster) -> None:
             "co2_g": None,
         }
     ]
+
+
+def test_the_busy_part_of_the_gpus_that_a_job_holds_is_kept(tmp_path: Path) -> None:
+    cluster = Cluster("n1", path=tmp_path / "hpcsched.db")
+    node = cluster.state.nodes[NodeName("n1")]
+    gpus = tuple(Gpu(index=index, type="a100") for index in range(3))
+    cluster.state.nodes[NodeName("n1")] = replace(node, spec=replace(node.spec, gpus=gpus))
+    job = cluster.submit(gpus_per_node=(GpuRequest(count=2),))
+    cluster.run(job)
+    cluster.controller.metrics.connected(NodeName("n1"), samples=True)
+
+    def sample(*ratios: float | None) -> None:
+        columns = [f"gpu_utilization_ratio:{index}" for index in range(len(ratios))]
+        cluster.controller.metrics.sampled(
+            NodeName("n1"), protocol.Sample(columns=columns, values=list(ratios)), cluster.now_s
+        )
+        cluster.tick(10.0)
+
+    sample(1.0, 1.0, 1.0)  # of the time before it nothing is known
+    for _ in range(6):
+        sample(0.5, 1.0, 1.0)
+    cluster.tick(1000.0)
+    sample(1.0, 1.0, 1.0)  # nor of a long gap
+    (use,) = cluster.store.load_gpu_uses([job])[job]
+    held = cluster.job(job).shares[0].gpus
+    busy = {0: 0.5, 1: 1.0, 2: 1.0}
+    assert (use.seen_s, use.busy_s) == (120.0, 60.0 * sum(busy[index] for index in held))

@@ -119,6 +119,20 @@ def test_a_sample_is_shown_until_it_is_old() -> None:
     assert found["hpcsched_node_sample_age_seconds{node=n1}"] == 31
 
 
+def test_the_clock_of_a_node_is_compared_when_its_sample_comes() -> None:
+    cluster = lab()
+    made = cluster.controller.metrics
+    assert made.clock_ahead_s(N1, cluster.now_s) is None
+    send(cluster, node_time_seconds=cluster.now_s + 10.0 + 75.0)
+    assert made.clock_ahead_s(N1, cluster.now_s) == 75.0
+    cluster.now_s += 3600.0  # the head's clock steps: what came before is not compared with it
+    assert made.clock_ahead_s(N1, cluster.now_s) is None
+    cluster.now_s -= 7200.0
+    assert made.clock_ahead_s(N1, cluster.now_s) == 75.0
+    send(cluster, node_load1=0.5)
+    assert made.clock_ahead_s(N1, cluster.now_s) is None
+
+
 def test_errors_are_counted_over_an_hour_and_from_zero_after_a_restart_of_the_node() -> None:
     cluster = lab()
     metrics = cluster.controller.metrics

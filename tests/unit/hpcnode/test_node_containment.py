@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import pytest
 from nodeworld import launch, token
 
 from hpcnode.agent import command, shepherds
-from hpcnode.agent.command import RateLimitedLog
+from hpcnode.agent.command import EcsLines, RateLimitedLog
 from hpcnode.os import process
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop, Stream
@@ -140,6 +142,34 @@ def test_lines_beyond_the_rate_are_counted(log: tuple[Path, int]) -> None:
         f"{10_000 - command.BURST_LINES} lines dropped: more than 20 per second",
         "later",
     ]
+
+
+TOKEN = f"{'a' * 8}.12.3.0.n1.{'b' * 32}"
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "\x1b[2J", '"}', "\udcff", "%s", "x" * 7000])
+def test_each_line_of_a_log_of_json_is_one_object(log: tuple[Path, int], text: str) -> None:
+    path, fd = log
+    ours = RateLimitedLog(fd, str(path))
+    ours.as_line = EcsLines("lab", "n1", lambda: 1_800_000_000.25).line
+    for second in range(3):
+        print(f"2026-01-01T00:00:{second:02}", text, file=ours)
+    print("cannot record the end of", TOKEN + ":", "disk full", file=ours, flush=True)
+    first, repeated, last = map(json.loads, path.read_text().splitlines())
+    assert (first["message"], first["@timestamp"], first["log.level"]) == (text, "2027-01-15T08:00:00.250Z", "info")
+    assert repeated["message"] == "last line repeated 2 times"
+    assert last["labels"] == {"node": "n1", "job_id": "12", "attempt": "3", "step": "0"}
+    assert (last["trace"], last["log.level"]) == ({"id": "aaaaaaaa.12.3"}, "error")
+
+
+def test_a_line_of_a_node_has_the_fields_of_ecs_logging(log: tuple[Path, int]) -> None:
+    ecs_logging = pytest.importorskip("ecs_logging")
+    record = logging.LogRecord("hpcnode", logging.INFO, __file__, 1, "hello", None, None)
+    theirs = json.loads(ecs_logging.StdlibFormatter(exclude_fields=["log.original", "process.thread"]).format(record))
+    ours = json.loads(EcsLines("lab", "n1").line("hello"))
+    assert list(ours)[:4] == list(theirs)[:4]
+    assert ours["ecs.version"] == theirs["ecs.version"]
+    assert ours["process"]["pid"] == theirs["process"]["pid"]
 
 
 def test_a_long_log_is_put_aside_for_all_who_write_to_it(

@@ -14,7 +14,7 @@ import yaml
 import hpcsched
 from hpcsched.controller.logfile import EcsFormatter
 from hpcsched.lifecycle.events import EVENTS
-from hpcsched.listing.ecs import MAX_TEXT, job_event_document
+from hpcsched.listing.ecs import MAX_TEXT, event_document
 
 SHIPPERS = Path(hpcsched.__file__).parent.parent / "etc" / "log-shippers"
 COMMON = ("@timestamp", "log.level", "message", "ecs.version")
@@ -64,12 +64,26 @@ def test_a_long_text_is_cut() -> None:
     assert len(line(record("%s", "x" * 10_000_000))["message"]) == MAX_TEXT + 3
 
 
+@pytest.mark.parametrize(
+    ("text", "args", "labels"),
+    [
+        ("node %s is down: %s", ("n1", "job 7 of node n9"), {"node": "n1"}),
+        ("100 %% of job %d of user %.20s on node %s", (12, "ann", "n3"), {"job_id": "12", "user": "ann", "node": "n3"}),
+        ("dropped a message: %s", ("node %s",), None),
+    ],
+)
+def test_a_record_is_labelled_with_what_our_own_text_announces(
+    text: str, args: tuple[object, ...], labels: dict[str, str] | None
+) -> None:
+    assert line(record(text, *args)).get("labels") == labels
+
+
 def event(kind: str, state: str | None = "RUNNING", user: str | None = "ann") -> dict[str, Any]:
     return {"seq": 7, "at_s": 1_800_000_000.25, "job_id": 12, "kind": kind, "state": state, "user": user}
 
 
 def test_a_job_event_says_what_happened_to_which_job() -> None:
-    found = job_event_document(event("NodesReleased"), "lab")
+    found = event_document(event("NodesReleased"), "lab")
     assert found["@timestamp"] == "2027-01-15T08:00:00.250Z"
     assert found["message"] == "job 12 of ann: nodes released; now RUNNING"
     assert found["event"] == {
@@ -79,14 +93,13 @@ def test_a_job_event_says_what_happened_to_which_job() -> None:
 
 
 def test_every_kind_of_event_has_an_action_and_an_end_has_an_outcome() -> None:
-    actions = {job_event_document(event(kind), "lab")["event"]["action"] for kind in EVENTS}
+    actions = {event_document(event(kind), "lab")["event"]["action"] for kind in EVENTS}
     assert len(actions) == len(EVENTS)
     ends = {
-        state: job_event_document(event("Exited", state), "lab")["event"]["outcome"]
-        for state in ("COMPLETED", "TIMEOUT")
+        state: event_document(event("Exited", state), "lab")["event"]["outcome"] for state in ("COMPLETED", "TIMEOUT")
     }
     assert ends == {"COMPLETED": "success", "TIMEOUT": "failure"}
-    forgotten = job_event_document(event("Exited", None, None), "lab")
+    forgotten = event_document(event("Exited", None, None), "lab")
     assert (forgotten["event"]["outcome"], "user" in forgotten) == ("unknown", False)
 
 
@@ -101,7 +114,7 @@ def test_an_example_for_a_shipper_reads_the_log_and_the_events(name: str) -> Non
 def test_the_labels_of_promtail_are_fields_of_our_lines() -> None:
     stages = yaml.safe_load((SHIPPERS / "promtail.yaml").read_text())["scrape_configs"][0]["pipeline_stages"]
     fields = stages[0]["json"]["expressions"]
-    found = line(record()) | {"event": job_event_document(event("Started"), "lab")["event"]}
+    found = line(record()) | {"event": event_document(event("Started"), "lab")["event"]}
     for path in fields.values():
         place: Any = found
         for part in [path.strip('"')] if path.startswith('"') else path.split("."):
@@ -112,3 +125,38 @@ def test_the_labels_of_promtail_are_fields_of_our_lines() -> None:
 def test_vector_runs_the_command_that_streams_events() -> None:
     sources = yaml.safe_load((SHIPPERS / "vector.yaml").read_text())["sources"]
     assert sources["hpcsched_events"]["command"] == ["hctl", "events", "--json", "--follow"]
+
+
+def of_cluster(about: str, kind: str, name: str, **values: Any) -> dict[str, Any]:
+    return {
+        "seq": 8,
+        "at_s": 1_800_000_000.0,
+        "about": about,
+        "kind": kind,
+        "name": name,
+        "text": "",
+        "by": "",
+    } | values
+
+
+def test_an_event_of_a_node_names_its_host() -> None:
+    found = event_document(of_cluster("node", "NodeDown", "n3", text="no route\nto host"), "lab")
+    assert (found["message"], found["log.level"]) == ("node n3: down: no route\nto host", "warning")
+    assert (found["host"], found["labels"]) == ({"name": "n3"}, {"node": "n3"})
+    assert (found["event"]["dataset"], found["event"]["action"]) == ("hpcsched.nodes", "node-down")
+
+
+def test_an_alert_has_its_rule_and_labels() -> None:
+    labels = {"node": "n3", "mount": "/scratch"}
+    fired = of_cluster("alert", "AlertFired", "FileSystemFull", labels=labels, severity="critical", text="1 GiB free")
+    found = event_document(fired, "lab")
+    assert found["message"] == "alert FileSystemFull n3 /scratch: fired: 1 GiB free"
+    assert (found["event"]["kind"], found["event"]["action"]) == ("alert", "alert-fired")
+    assert (found["log.level"], found["rule"], found["labels"]) == ("critical", {"name": "FileSystemFull"}, labels)
+
+
+def test_who_changed_a_reservation_or_the_configuration_is_the_user() -> None:
+    made = event_document(of_cluster("reservation", "ReservationCreated", "fan"), "lab")
+    assert (made["message"], made["labels"]) == ("reservation fan: created", {"reservation": "fan"})
+    read = event_document(of_cluster("configuration", "ConfigurationRead", "", by="root", text="node n3 is new"), "lab")
+    assert (read["message"], read["user"]) == ("configuration: read by root: node n3 is new", {"name": "root"})

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsched.metrics.usage_report import (
+    HeldPart,
     NodeTime,
     Period,
+    ReadJobs,
     UsageRow,
+    held_parts,
     node_times,
     present_names,
     total_of,
-    unknown_jobs,
     usage_rows,
     with_first_seen,
 )
@@ -48,6 +50,10 @@ def step(number: int, cpu_s: float | None) -> Json:
 
 def node(name: str, cpus: int = 4, **fields: Any) -> Json:
     return {"name": name, "cpus": cpus, "mem_mib": 8192, "gpus": [], "since_s": None, "formerly": []} | fields
+
+
+def parts_of(jobs: list[Json]) -> list[HeldPart]:
+    return [part for one in jobs for part in held_parts(one)]
 
 
 def outage(name: str, start_s: float, end_s: float | None, kind: str) -> Json:
@@ -105,7 +111,9 @@ def test_a_wait_belongs_to_the_period_of_its_start() -> None:
 
 def test_a_job_whose_events_do_not_fit_together_is_counted_as_unknown() -> None:
     broken = job(1) | {"attempts": None}
-    assert (unknown_jobs([broken, job(2)]), usage_rows([broken], [DAY], ("user",))) == (1, [])
+    read = ReadJobs()
+    assert usage_rows(read.reading([broken, job(2)]), [DAY], ("user",)) == []
+    assert read.unknown == 1
 
 
 def test_the_cost_is_that_of_cpus_gpus_and_measured_energy() -> None:
@@ -127,7 +135,7 @@ def test_energy_has_the_prices_of_the_time_in_which_it_was_used() -> None:
 def test_a_drained_node_is_not_idle_but_what_runs_there_is_allocated() -> None:
     jobs = [job(1, attempt(held("n1", 0, 1000, cpus=3)))]
     drained = [outage("n1", 500, None, "drained")]
-    times = node_times(Period(0, 2000, 2000), jobs, [node("n1")], drained)["n1"]
+    times = node_times(Period(0, 2000, 2000), parts_of(jobs), [node("n1")], drained)["n1"]
     assert times == NodeTime(capacity_s=8000, allocated_s=3000, drained_s=500 + 4000, idle_s=500)
 
 
@@ -149,7 +157,7 @@ def test_a_node_has_no_capacity_before_it_was_added_or_first_seen() -> None:
 def test_a_renamed_node_keeps_its_use_and_a_removed_one_has_no_capacity() -> None:
     nodes = [node("new", 2, formerly=["old"])]
     jobs = [job(1, attempt(held("old", 0, 10, cpus=2))), job(2, attempt(held("gone", 0, 10)))]
-    assert node_times(DAY, jobs, nodes, [])["new"].allocated_s == 20
+    assert node_times(DAY, parts_of(jobs), nodes, [])["new"].allocated_s == 20
     rows = usage_rows(jobs, [DAY], ("node",), present_names(nodes))
     assert [(row.key, row.cpu_s) for row in rows] == [(("gone",), 10), (("new",), 20)]
 
@@ -157,8 +165,10 @@ def test_a_renamed_node_keeps_its_use_and_a_removed_one_has_no_capacity() -> Non
 def test_nodes_and_gpus_are_counted_as_resources_of_their_own() -> None:
     jobs = [job(n, attempt(held("n1", 0, 100, gpus=0.5))) for n in (1, 2, 3)]
     nodes = [node("n1", gpus=[{}, {}])]
-    assert node_times(Period(0, 100, 100), jobs, nodes, [], GPU)["n1"].allocated_s == 150
-    assert node_times(Period(0, 100, 100), jobs, nodes, [], NODE)["n1"] == NodeTime(capacity_s=100, allocated_s=100)
+    assert node_times(Period(0, 100, 100), parts_of(jobs), nodes, [], GPU)["n1"].allocated_s == 150
+    assert node_times(Period(0, 100, 100), parts_of(jobs), nodes, [], NODE)["n1"] == NodeTime(
+        capacity_s=100, allocated_s=100
+    )
 
 
 TIMES = st.integers(-50, 250).map(float)
@@ -174,9 +184,31 @@ KINDS = st.sampled_from(["off", "down", "drained"])
 def test_the_parts_of_a_nodes_time_add_up_to_its_capacity(holdings: Any, downs: Any, since_s: float | None) -> None:
     jobs = [job(n, attempt(held("n1", a, None if o else b, cpus=c))) for n, ((a, b), c, o) in enumerate(holdings)]
     outages = [outage("n1", a, None if is_open else b, kind) for (a, b), kind, is_open in downs]
-    times = node_times(Period(0, 200, 180), jobs, [node("n1", 4, since_s=since_s)], outages)["n1"]
+    times = node_times(Period(0, 200, 180), parts_of(jobs), [node("n1", 4, since_s=since_s)], outages)["n1"]
     parts = (times.allocated_s, times.idle_s, times.down_s, times.drained_s, times.off_s)
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(times.capacity_s)
     used = total_of(usage_rows(jobs, [Period(0, 200, 180)], ("user",))).cpu_s
     assert times.allocated_s <= used + 1e-6
+
+
+def test_memory_that_the_largest_step_never_used_is_unused() -> None:
+    sizes = [step(0, 5.0) | {"ntasks": 2, "max_rss_kib": 256 * 1024}, step(0, 5.0) | {"ntasks": 1, "max_rss_kib": None}]
+    one = job(1, attempt(held("n1", 0, 100)), steps=sizes)
+    (row,) = usage_rows([one, job(2, attempt(held("n1", 0, 50)))], [DAY], ("user",))
+    assert (row.measured_mem_mib_s, row.unused_mem_mib_s) == (102_400, 51_200)
+    assert UsageRow(key=()).unused_mem_mib_s is None
+
+
+def test_memory_above_what_was_held_wastes_none() -> None:
+    one = job(1, attempt(held("n1", 0, 100)), steps=[step(0, 5.0) | {"ntasks": 8, "max_rss_kib": 2**30}])
+    (row,) = usage_rows([one], [DAY], ("user",))
+    assert row.unused_mem_mib_s == 0
+
+
+def test_gpus_are_idle_for_the_sampled_time_in_which_they_did_not_compute() -> None:
+    one = job(1, attempt(held("n1", 0, 100, gpus=2.0)), gpu_use=[[0, "n1", 100.0, 30.0], [1, "n1", 9.0, 9.0]])
+    (row,) = usage_rows([one, job(2, attempt(held("n2", 0, 10, gpus=1.0)))], [DAY], ("user",))
+    assert (row.gpu_s, row.measured_gpu_s, row.idle_gpu_s) == (210, 100, 70)
+    (half,) = usage_rows([one], [Period(0, 50, 100)], ("user",))
+    assert (half.measured_gpu_s, half.idle_gpu_s) == (50, 35)

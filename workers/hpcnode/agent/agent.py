@@ -80,6 +80,8 @@ class Agent:
     _starts_timer: Optional[Timer] = None
     _forget_timer: Optional[Timer] = None
 
+    log_as: Callable[[str], None] = staticmethod(lambda _name: None)  # sets the format of the log
+
     def __init__(self, *, root: str, cluster: str, node: str, idle_s: float, environ: Mapping[str, str]) -> None:
         self.root = root
         self.cluster = cluster
@@ -348,6 +350,7 @@ class Agent:
         facts["spool"] = self._identity
         facts["abilities"] = confinement.abilities(self._ground)
         facts["samples"] = True  # it knows SampleEvery
+        facts["log_formats"] = True  # it knows LogAs
         facts["jobs_with_scripts"] = self._ledger.jobs_with_scripts()
         welcome = protocol.Welcome(
             version=protocol.VERSION,
@@ -428,6 +431,7 @@ class Agent:
             protocol.Ping: lambda message, _blob: self._answer(protocol.Pong(message.request)),
             protocol.Probe: lambda message, _blob: self._ask_for_facts(message, self.to_controller, self._link_pid),
             protocol.SampleEvery: lambda message, _blob: self._sampler.every(message),
+            protocol.LogAs: lambda message, _blob: self.log_as(message.format),
             protocol.ReadFile: lambda message, _blob: self._read_file(message),
             protocol.ListFiles: lambda message, _blob: self._list_files(message),
             protocol.CompareProbe: lambda message, _blob: self._compare_probe(message, self.to_controller),

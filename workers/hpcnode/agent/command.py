@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import os
 import sys
 import time
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, Optional
 
+from hpcnode import paths
 from hpcnode.agent.agent import IDLE_S, Agent, AgentError, log
+from hpcnode.wire import protocol
 
 # ----- the log of an agent and its shepherds: their stderr is the file ROOT/log
 # It is bounded and never makes its writer fail. Text that a full disk does not take is dropped. Repeated lines, and lines beyond
@@ -27,13 +30,54 @@ LOOK_BYTES = 64 << 10  # written between looks at the log's size
 STAMP_CHARS = len("2026-01-01T00:00:00 ")
 
 
+class EcsLines:
+    """Writes lines of the log in the Elastic Common Schema, as `hpcsched.listing.ecs` does.
+
+    A line that names a step has its job in `labels`, and the attempt as `trace.id`.
+    """
+
+    def __init__(self, cluster: str, node: str, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._service = {"name": "hpcnode", "version": paths.version(), "node": {"name": cluster}}
+        self._node = node
+
+    def line(self, text: str) -> str:
+        """Return the line as JSON, in ASCII, so that no character of a text can end it."""
+        millis = int(self._clock() * 1000)
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(millis // 1000))
+        level = "error" if text.startswith(("cannot ", "Traceback ")) else "info"
+        labels, trace = {"node": self._node}, {}
+        for word in text.split():
+            token = protocol.read_token(word.strip(",:;()'"))
+            if token is not None:
+                labels.update(job_id=str(token.job_id), attempt=str(token.attempt), step=token.step)
+                trace = {"trace": {"id": "%s.%d.%d" % (token.incarnation, token.job_id, token.attempt)}}
+                break
+        document = {
+            "@timestamp": "%s.%03dZ" % (stamp, millis % 1000),
+            "log.level": level,
+            "message": text,
+            "ecs.version": "1.6.0",
+            "process": {"pid": os.getpid(), "name": "hpcnode"},
+            "service": self._service,
+            "host": {"name": self._node},
+            "labels": labels,
+        }
+        document.update(trace)
+        return json.dumps(document, separators=(",", ":"))
+
+
 class RateLimitedLog(io.TextIOBase):
-    """A text stream that writes each line to a descriptor opened for appending, or drops it."""
+    """A text stream that writes each line to a descriptor opened for appending, or drops it.
+
+    `as_line` makes another format of a line without its time; None: lines stay text.
+    """
 
     def __init__(self, fd: int, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """`path`: the file, which moves to ``path.1`` when it is long; "": it never moves."""
         self._fd = fd
         self._path = path
+        self.as_line: Optional[Callable[[str], str]] = None
         self._clock = clock
         self._partial = ""
         self._last = ""
@@ -57,8 +101,8 @@ class RateLimitedLog(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write the incomplete last line."""
-        if self._partial:
+        """Write the incomplete last line; of JSON there is none."""
+        if self._partial and self.as_line is None:
             partial, self._partial = self._partial, ""
             self._put(partial)
 
@@ -75,11 +119,14 @@ class RateLimitedLog(io.TextIOBase):
             return
         self._room -= 1
         if self._repeated:
-            self._put("last line repeated %d times\n" % self._repeated)
+            self._put_line("last line repeated %d times" % self._repeated)
         if self._dropped:
-            self._put("%d lines dropped: more than %d per second\n" % (self._dropped, MAX_LINES_PER_S))
+            self._put_line("%d lines dropped: more than %d per second" % (self._dropped, MAX_LINES_PER_S))
         self._last, self._repeated, self._dropped = text, 0, 0
-        self._put(line + "\n")
+        self._put_line(line if self.as_line is None else text)
+
+    def _put_line(self, line: str) -> None:
+        self._put((line if self.as_line is None else self.as_line(line)) + "\n")
 
     def _put(self, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace")
@@ -121,10 +168,16 @@ def main(argv: List[str]) -> int:
     except ValueError as error:
         sys.stderr.write("cannot start the agent: %s\n%s\n" % (error, USAGE))
         return 2
-    sys.stderr = RateLimitedLog(2, os.path.join(root, "log"))
+    sys.stderr = written = RateLimitedLog(2, os.path.join(root, "log"))
     report = functools.partial(_report_failure, ready_fd)
     try:
+        lines = EcsLines(cluster, node)
+
+        def log_as(name: str) -> None:
+            written.as_line = lines.line if name == "ecs" else None
+
         agent = Agent(root=root, cluster=cluster, node=node, idle_s=idle_s, environ=os.environ)
+        agent.log_as = log_as
         agent.run(ready_fd)
     except (AgentError, OSError) as error:
         report(str(error))

@@ -703,6 +703,7 @@ class NodeSampler:
             values.update(self._slow)
         values.update(self._gpus.values(now_s))
         values["node_samples_skipped_total"] = self._skipped
+        values["node_time_seconds"] = int(time.time())
         known = set(self._columns)
         new = [column for column in values if column not in known]
         columns = self._columns + new if new or not self._columns else []

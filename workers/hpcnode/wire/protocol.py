@@ -496,6 +496,12 @@ class SampleEvery(Message):
     jobs: bool = True
 
 
+class LogAs(Message):
+    """Write the agent's log as `format`: text, or ecs (one JSON object on each line)."""
+
+    format: str
+
+
 class ReadFile(Message):
     """Read up to `limit` bytes of `path` from `offset` as `user`.
 
@@ -800,7 +806,7 @@ class Pong(Message):
 
 
 _MESSAGES = (
-    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack, Probe, SampleEvery, ReadFile,
+    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack, Probe, SampleEvery, LogAs, ReadFile,
     ListFiles, CompareProbe, PowerOff, Input, WatchOutput, OutputAck, ToStream, CloseStream, Ping, Welcome, Goodbye, Report,
     Condition, ScriptFailed, Sample, JobGone, Facts, FileData, FileList, ProbeCompared, Output, InputAck, FromStream, Pong,
     StepRequest, PreparedStep, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress,
