@@ -48,6 +48,7 @@ from hpcsched.listing.jobs import (
     parse_states,
     rate_text,
     step_text,
+    steps_per_kwh,
 )
 from hpcsched.listing.text import clean, columns, date_text, fitted, sized
 from hpcsched.model.dates import parse_when
@@ -59,7 +60,9 @@ DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
 OUR_FIELDS = f"{DEFAULT_FIELDS},Start,End,Elapsed,Meaning"
 EFFICIENCY = "JobID,JobName,State,Elapsed,TimeEff,CPUEff,MemEff,Advice"
 ENERGY = "JobID,JobName,User,State,Elapsed,EnergyWh,EnergySource,EnergyCost,EnergyCO2"
-OF_ENERGY = ("consumedenergy", "consumedenergyraw", "energywh", "energysource", "energycost", "energyco2")
+OF_ENERGY = (
+    "consumedenergy", "consumedenergyraw", "energywh", "energysource", "energycost", "energyco2", "trainstepsperkwh"
+)  # fmt: skip
 DAY_S = 86_400
 
 COMMAND = Command(
@@ -809,6 +812,12 @@ def _energy_source(row: HistoryRow) -> str:
     return "" if row.step else "+".join(sorted({use["source"] for use in row.job.get("energy") or ()}))
 
 
+def _steps_per_kwh(row: HistoryRow) -> str:
+    """Return the training steps for each kilowatt-hour, "" without steps or energy."""
+    found = None if row.step else steps_per_kwh(row.job, row.job.get("energy") or ())
+    return "" if found is None else f"{found:.0f}"
+
+
 def _large_text(value: float) -> str:
     """Return a number like sacct's ConsumedEnergy: ``512``, ``3.50K``, ``1.20M``."""
     for unit in ("", "K", "M", "G"):
@@ -903,6 +912,7 @@ _COLUMNS = (
     HistoryColumn("TrainLoss", lambda row: "" if row.step else loss_text(row.job).replace("N/A", ""), True),
     HistoryColumn("TrainSamplesPerSec", lambda row: "" if row.step else rate_text(row.job).replace("N/A", ""), True),
     HistoryColumn("TrainSteps", lambda row: "" if row.step else step_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("TrainStepsPerKWh", _steps_per_kwh, True),
     HistoryColumn("UID", _only_job("uid"), True, slurms=6),
     HistoryColumn("User", _only_job("user"), True, slurms=9),
     HistoryColumn("UserCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s")), True),

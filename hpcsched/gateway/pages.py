@@ -462,7 +462,7 @@ def use_facts_of(job: Json, past: Json | None, config: Json | None) -> list[tupl
     hours = job["elapsed_s"] / HOUR_S
     price = hours * (job["num_cpus"] * cost.get("cpu_hour", 0) + job["gpus"] * cost.get("gpu_hour", 0))
     facts = [("Efficiency", efficiency_line(view))]
-    facts += [("Energy", energy_text(uses, cost.get("currency", "")))] if uses else []
+    facts += [("Energy", energy_text(uses, cost.get("currency", ""), job))] if uses else []
     facts += [(f"Price of attempt {job['attempt']}", f"{price:.2f} {cost.get('currency', '')}")] if price else []
     return [(name, value) for name, value in facts if value]
 

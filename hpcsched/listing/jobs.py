@@ -201,10 +201,19 @@ def _detail_use(job: Job) -> str:
     return ", ".join(parts) + f"; hwhy --slow {job['display_id']} judges it"
 
 
-def energy_text(uses: Sequence[Job], currency: str) -> str:
+def steps_per_kwh(job: Job, uses: Sequence[Job]) -> float | None:
+    """Return the training steps that a kilowatt-hour gave; None without steps or energy.
+
+    Steps that a later attempt has repeated count once, and their energy counts each time. `uses`: as the API's history has them.
+    """
+    step, joules = (job.get("training") or {}).get("step"), sum(use["joules"] for use in uses)
+    return step / (joules / 3.6e6) if step and joules > 0 else None
+
+
+def energy_text(uses: Sequence[Job], currency: str, job: Job | None = None) -> str:
     """Return energy with its sources, and with price and CO2 if these are known.
 
-    `uses`: as the API's history has them.
+    `uses`: as the API's history has them. Of a training `job` it also has the steps for each kilowatt-hour.
     """
     joules = sum(use["joules"] for use in uses)
     costs, grams = ([use[key] for use in uses if use.get(key) is not None] for key in ("cost", "co2_g"))
@@ -212,7 +221,8 @@ def energy_text(uses: Sequence[Job], currency: str) -> str:
     parts = [f"{amount} ({'+'.join(sorted({str(use['source']) for use in uses}))})"]
     parts += [f"{sum(costs):.2f} {currency}".rstrip()] if costs else []
     parts += [f"{sum(grams) / 1000:.3g} kg CO2"] if grams else []
-    return ", ".join(parts)
+    steps = steps_per_kwh(job or {}, uses)
+    return ", ".join([*parts, f"{steps:,.0f} steps per kWh"] if steps is not None else parts)
 
 
 def time_left(job: Job) -> str:

@@ -476,9 +476,8 @@ def job_rows(screen: ClusterScreen, width: int) -> list[Row]:
     rows = []
     lines = detail_lines(dict(job), screen.now_s)
     if screen.job_energy:
-        lines.append(
-            f"  {'energy':<10} {clean(energy_text([dict(use) for use in screen.job_energy], screen.currency))}"
-        )
+        text = energy_text([dict(use) for use in screen.job_energy], screen.currency, dict(job))
+        lines.append(f"  {'energy':<10} {clean(text)}")
     for at, line in enumerate(lines):
         parts = wrapped(line[13:], width - 14) if at and len(line) > width else [line[13:] if at else line]
         rows += [text_row((line[:13] if at and not row else " " * 13 * bool(at), "dim"), (part, "" if at else "bold"))

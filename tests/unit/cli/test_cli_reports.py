@@ -340,6 +340,8 @@ def test_hacct_shows_the_energy_of_a_job_its_source_and_price(
     assert row.split()[-4:] == ["2500.00", "component+estimated", "0.7500", "1000"]
     assert hacct.main(["-n", "-P", "-X", "-j", "1", "-o", "ConsumedEnergy,ConsumedEnergyRaw"]) == 0
     assert capsys.readouterr().out == "9.00M|9000000\n"
+    assert hacct.main(["-n", "-P", "-X", "-j", "1", "-o", "TrainStepsPerKWh"]) == 0
+    assert capsys.readouterr().out == "\n"  # it is not a training
 
 
 def test_a_job_pays_the_prices_of_the_hours_in_which_it_ran(

@@ -10,6 +10,7 @@ from fake_api import NOW_S, FakeApi, job, running
 from monitored import FACTS, PING, alert, energy_of, queue_line, serve
 from screens import node, training
 
+from hpcsched.listing.jobs import energy_text, steps_per_kwh
 from hpcsched.tui import reading, views
 from hpcsched.tui.lines import bar, cell, plain
 from hpcsched.tui.reading import Asked, ClusterReader, ClusterScreen, UserEnergy, UsersEnergy, queue_of
@@ -129,6 +130,13 @@ def test_details_of_a_job_have_its_energy() -> None:
     text = "\n".join(plain(row.value) for row in job_rows(seen(job=running(11), job_energy=uses, currency="EUR"), 80))
     assert "energy     1.5 kWh (component+estimated), 0.45 EUR, 0.6 kg CO2" in text
     assert "energy" not in "\n".join(plain(row.value) for row in job_rows(seen(job=running(11)), 80))
+
+
+def test_energy_of_a_training_has_its_steps_for_each_kilowatt_hour() -> None:
+    uses = [{"source": "component", "joules": 5.4e6, "cost": None, "co2_g": None}]
+    assert energy_text(uses, "EUR", {"training": {"step": 3000}}) == "1.5 kWh (component), 2,000 steps per kWh"
+    assert energy_text(uses, "EUR", {"training": None}) == "1.5 kWh (component)"
+    assert steps_per_kwh({"training": {"step": 3000}}, []) is None
 
 
 def test_energy_is_asked_for_once_a_minute(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
