@@ -16,8 +16,10 @@ pytest.importorskip("jupyter_server")
 
 from gateway_server import Served, serving
 from playwright.sync_api import Page, expect, sync_playwright
-from served_job import submit
+from served_job import Browser, submit
 from waiting import PATIENCE_S
+
+from hpcsched.gateway.site import HERE
 
 CHROMIUM = shutil.which("chromium")
 CI = os.environ.get("CI") == "true"
@@ -155,3 +157,17 @@ def test_a_terminal_shows_a_shell_and_never_markup(served: Served, page: Page) -
     expect(page.locator("#status")).to_have_text("The terminal is open.")
     served.cluster.run("hcancel", job)
     expect(page.locator("#status")).to_contain_text("The terminal has ended")
+
+
+def test_tensorboard_from_its_job_script_is_reached_without_a_port(served: Served) -> None:
+    pytest.importorskip("tensorboard")
+    script = (HERE / "jobs" / "tensorboard.sh").read_text()
+    first, rest = script.split("\nsocket=", 1)
+    name = served.base / "tensorboard.sh"
+    name.write_text(f"{first}\nexport PATH={Path(sys.executable).parent}:$PATH\nsocket={rest}")
+    words = ["--parsable", "--mem=0", "-D", str(served.base), "-o", str(served.base / "tensorboard.out"), str(name)]
+    job = served.cluster.run("hsub", *words).stdout.strip()
+    browser = Browser.of_root(served)
+    status, answer, _ = browser.ask(job, "/data/environment", browser.cookie(job))
+    assert (status, "data_location" in answer) == (200, True)
+    served.cluster.run("hcancel", job)

@@ -26,7 +26,7 @@ class SocketServer(program.TensorBoardServer):
         self._server.serve_forever()
 
     def get_url(self):
-        return "unix://" + sys.argv[1]
+        return "http://localhost:0/"  # it wants one with a port
 
 
 board = program.TensorBoard(server_class=SocketServer)
