@@ -15,9 +15,9 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Page, sync_playwright
 
 from hpcsched.cli import hreport
-from hpcsched.cli.hreport import ReportRow, UsageReport
+from hpcsched.cli.hreport import ReportPrices, ReportRow, UsageReport
 from hpcsched.metrics.usage_report import NodeTime, Period, UsageRow, total_of
-from hpcsched.model.accounting import Tariff
+from hpcsched.model.tariff import NO_PRICES
 
 CHROMIUM = shutil.which("chromium")
 CI = os.environ.get("CI") == "true"
@@ -47,9 +47,9 @@ def report(users: int) -> str:
         rows.append(ReportRow(use.key, use, NodeTime(), None))
     whole = NodeTime(capacity_s=1e10, allocated_s=6e9, down_s=1e9, drained_s=1e9, off_s=1e9, idle_s=1e9)
     total = ReportRow((), total_of(row.use for row in rows), whole, None)
-    tariff = Tariff(cpu_hour=0.01, gpu_hour=0.5, gco2_per_kwh=400)
+    prices = ReportPrices(currency="EUR", cpu_hour=0.01, gpu_hour=0.5, energy=NO_PRICES, of_energy=True, of_co2=True)
     period = Period(1_798_761_600.0, 1_801_440_000.0, 1_801_440_000.0)
-    found = UsageReport("lab", period, ("user",), rows, total, tariff, ["A note."], "component")
+    found = UsageReport("lab", period, ("user",), rows, total, prices, ["A note."], "component")
     return hreport._page(found, [name for name in ALL if name != "nodes"])
 
 
