@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -268,8 +269,23 @@ def gateway(port: int | None, insecure_loopback: bool) -> None:
 def web(scope: str) -> None:
     """Print a link that opens a session in a browser: once, within a minute."""
     answer = client.call("POST", "/v1/sessions/link", {"scopes": scope})
-    url = (
-        answer["url"]
-        or f"https://{socket.getfqdn()}:{load_gateway(paths.find_config_dir(os.environ, os.getuid())).port}"
-    )
+    url = answer["url"]
+    if not url:
+        settings = load_gateway(paths.find_config_dir(os.environ, os.getuid()))
+        url, tunnel = gateway_address(settings.address, settings.port, os.environ)
+        if tunnel:
+            click.echo(f"The gateway listens on this machine only. First run on yours: {tunnel}", err=True)
     click.echo(f"{url}/login?code={answer['code']}")
+
+
+def gateway_address(address: str, port: int, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the address of a gateway without url, and the ssh command that leads there.
+
+    The command is "" if none is needed: a user who came by SSH needs one to a gateway on the loopback address.
+    """
+    if address not in ("127.0.0.1", "::1", "localhost"):
+        return f"https://{socket.getfqdn()}:{port}", ""
+    words = environ.get("SSH_CONNECTION", "").split()
+    user = environ.get("LOGNAME", "")
+    host = (f"{user}@" if user else "") + (words[2] if len(words) == 4 else "")
+    return f"https://localhost:{port}", f"ssh -N -L {port}:localhost:{port} {host}" if len(words) == 4 else ""

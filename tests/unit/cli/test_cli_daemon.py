@@ -68,3 +68,12 @@ def test_status_names_the_log_of_the_controller(
     (tmp_path / "hpcschedd.log").touch()
     assert run(hpcsched_command, "hpcsched", ["status"]) == 0
     assert f"  log     {tmp_path}/hpcschedd.log\n" in capsys.readouterr().out
+
+
+def test_who_came_by_ssh_is_told_the_way_to_a_gateway_on_the_loopback_address() -> None:
+    came = {"SSH_CONNECTION": "192.0.2.7 50000 192.0.2.1 22", "LOGNAME": "ann"}
+    tunnel = "ssh -N -L 6820:localhost:6820 ann@192.0.2.1"
+    assert daemon.gateway_address("127.0.0.1", 6820, came) == ("https://localhost:6820", tunnel)
+    for environ in ({}, {"SSH_CONNECTION": ""}, {"SSH_CONNECTION": "x"}):
+        assert daemon.gateway_address("127.0.0.1", 6820, environ) == ("https://localhost:6820", "")
+    assert daemon.gateway_address("0.0.0.0", 6820, came)[1] == ""
