@@ -14,6 +14,7 @@ from unit.controller.test_energy_ledger import MeteredNode
 from hpcsched.alerts.rules import WatchedCluster, of_cluster
 from hpcsched.controller.planning import next_time_s
 from hpcsched.errors import RequestError
+from hpcsched.model.alerting import limits_of
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 from hpcsched.model.node import Circuit
@@ -118,6 +119,6 @@ def test_the_power_of_a_node_is_that_of_its_last_samples() -> None:
 
 def test_an_alert_says_that_meters_show_more_than_the_budget() -> None:
     facts = WatchedCluster(circuits=[("", 90.0, 100.0), ("rack1", 120.0, 100.0)])
-    (found,) = of_cluster(facts, [], "")
+    (found,) = of_cluster(facts, [], "", limits_of([]))
     assert (found.rule, found.for_s, dict(found.labels)) == ("PowerOverBudget", 300.0, {"circuit": "rack1"})
     assert found.text == "the nodes take 120 W, and the budget is 100 W"
