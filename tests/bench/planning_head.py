@@ -167,7 +167,7 @@ async def serve(
         listener.listen()
         await server.serve(listener)
         await _submit(head, _specs(jobs, preemption="+" in policy))
-        while head.controller.last_plan is None or len(head.controller.last_plan.waits) < jobs // 2:
+        while head.controller.last_plan is None or len(head.controller.last_plan.waits) < jobs // 4:
             await asyncio.sleep(0.1)
         gc.freeze()  # as the daemon does
         gc.set_threshold(*GC_THRESHOLD)
