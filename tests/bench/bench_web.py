@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+from hpcsched import client  # noqa: E402
 from tests.bench.figures import Figure, from_samples  # noqa: E402
 from tests.gateway_server import AS_ROOT, GATEWAY, certificate, free_port, serving  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
@@ -167,6 +168,14 @@ def loaded(new_page: Any, port: int, path: str, times: int) -> list[dict[str, fl
     return found
 
 
+def waiting_job(head: Head) -> str:
+    """Return the first waiting job, which the overview shows."""
+    jobs = client.call(
+        "GET", client.query("/v1/jobs", state="PENDING", limit="1"), where=Path(head.env["HPCSCHED_API"])
+    )
+    return str(jobs["jobs"][0]["id"])
+
+
 def small_pages(head: Head, new_page: Any, quick: bool) -> list[Figure]:
     """Return what the overview of 50 nodes takes, and how long a change takes to be on it."""
     found = loaded(new_page, head.port, "/", 5 if quick else 15)
@@ -182,8 +191,7 @@ def small_pages(head: Head, new_page: Any, quick: bool) -> list[Figure]:
     page = new_page()
     page.goto(f"https://localhost:{head.port}/")
     page.locator("#status", has_text="Up to date").wait_for()  # the stream is open
-    jobs = json.loads(head.run("hqueue", "--json", "-t", "PENDING"))["jobs"]
-    job, chance, took = str(jobs[0]["id"]), random.Random(1), []
+    job, chance, took = waiting_job(head), random.Random(1), []
     for number in range(20 if quick else 60):
         time.sleep(chance.uniform(0.0, 3.0))
         took.append(page.evaluate(CHANGED, [job, "release" if number % 2 else "hold"]))
@@ -305,12 +313,12 @@ def open_pages(head: Head, quick: bool) -> list[Figure]:
         for _ in range(count // len(users))
     ]
     words = [sys.executable, __file__, str(head.port), str(head.base / "gateway.crt"), *tokens]
-    job = str(json.loads(head.run("hqueue", "--json", "-t", "PENDING"))["jobs"][0]["id"])
+    job = waiting_job(head)
     for_s = 30.0 if quick else 120.0
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdin is not None
-        assert client.stdout is not None
-        assert client.stdout.readline().strip() == "ready"
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opened:
+        assert opened.stdin is not None
+        assert opened.stdout is not None
+        assert opened.stdout.readline().strip() == "ready"
         time.sleep(5.0)
         idle = _load(head, for_s)
         changes, late = [], []
@@ -319,11 +327,11 @@ def open_pages(head: Head, quick: bool) -> list[Figure]:
             changes.append(time.monotonic())
             head.run("hctl", "release" if len(changes) % 2 == 0 else "hold", job)
             time.sleep(max(0.0, changes[-1] + CHANGE_EVERY_S - time.monotonic()))
-            client.stdin.write(f"{changes[-1]}\n")
-            client.stdin.flush()
-            late += json.loads(client.stdout.readline())
+            opened.stdin.write(f"{changes[-1]}\n")
+            opened.stdin.flush()
+            late += json.loads(opened.stdout.readline())
         busy = (head.processor_s() - used_s) / (time.monotonic() - began_s)
-        client.stdin.close()
+        opened.stdin.close()
     what = f"{len(tokens)} open pages"
     return [
         Figure(name=f"{what}, nothing changes: of a core", value=100 * idle, unit="%", bar="<= 10 %"),

@@ -25,6 +25,7 @@ from typing import Any
 from hpcnode.wire import protocol
 from hpcsched.auth.authorize import Identity, Role
 from hpcsched.config.load import build_config
+from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.daemon import GC_THRESHOLD, Alarm
 from hpcsched.controller.recovery import policy_of
 from hpcsched.controller.requests import submission
@@ -150,6 +151,7 @@ async def serve(
     least, _, most = runs_s.partition("-")
     with tempfile.TemporaryDirectory() as directory:
         head = Head(Path(directory), nodes, policy, json.loads(tables), (float(least), float(most)))
+        credentials = Credentials(head.controller.cluster, Path(directory), head.store.cluster_id(), time.time)
         backend = ControllerBackend(
             head.controller,
             SimpleNamespace(),  # type: ignore[arg-type]  # no route that is asked needs the connections
@@ -157,10 +159,11 @@ async def serve(
             started_at_s=time.time(),
             apply_config=list,
             database=Path(directory) / "queue.db",
+            credentials=credentials,
         )
         coming = asyncio.get_running_loop().create_future()
         coming.set_result(backend)
-        server = make_server(backend, coming)
+        server = make_server(backend, coming, identify=credentials.identify)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         path.chmod(0o666)  # a gateway has an account of its own
