@@ -8,11 +8,10 @@ hour that a clock change repeats, it counts both times. Knows no jobs and no cur
 from __future__ import annotations
 
 import re
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -231,15 +230,20 @@ def _minute_of_week(at_s: float) -> tuple[int, float]:
     return at.weekday() * DAY_MINUTES + at.hour * 60 + at.minute, at.second + at.microsecond / 1e6
 
 
+def _offset(at_s: float) -> timedelta | None:
+    """Return how far the local clock is ahead of UTC."""
+    return datetime.fromtimestamp(at_s).astimezone().utcoffset()
+
+
 def _before_clock_change(start_s: float, end_s: float) -> float:
     """Return the time of the first change of the local clock in the period, else its end."""
-    offset_s = time.localtime(start_s).tm_gmtoff
-    if time.localtime(end_s).tm_gmtoff == offset_s:
+    offset_s = _offset(start_s)
+    if _offset(end_s) == offset_s:
         return end_s
     low, high = int(start_s), int(end_s) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if time.localtime(middle).tm_gmtoff == offset_s:
+        if _offset(middle) == offset_s:
             low = middle
         else:
             high = middle
