@@ -286,6 +286,7 @@ def test_terminals_are_for_the_own_pages_of_the_gateway_and_the_own_job(
         b"\x82\x80aaaa",
         frame(b"[" * 120),
     ],
+    ids=["unmasked", "no JSON", "too large", "no frame", "no text", "deep JSON"],
 )
 def test_a_browser_that_says_something_else_loses_its_terminal(browser: Browser, job: str, said: bytes) -> None:
     status, sock = browser.terminal(job)

@@ -62,6 +62,7 @@ class Head:
         state = ClusterState(config=config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
         names = [NodeName(f"n{at}") for at in range(nodes)]
         state.nodes = {name: _node(name) for name in names}
+        state.spools = {name: f"spool-{name}" for name in names}  # known, as of connected nodes
         state.partitions = {"main": Partition(name="main", nodes=tuple(names), default=True)}
         self.store = Store(engine)
         self.controller = Controller(state, self.store, self, replace(policy_of(config), backfill=Backfill(policy)))
