@@ -374,5 +374,5 @@ def test_a_report_counts_what_a_job_used_and_the_events_say_so(cluster: LocalClu
     assert found["capacity"]["capacity_cpu_hours"] >= found["capacity"]["allocated_cpu_hours"] > 0
     assert cluster.run("hreport", "--html").stdout.startswith("<!doctype html>")
     lines = [json.loads(line) for line in cluster.run("hctl", "events", "--json").stdout.splitlines()]
-    actions = [line["event"]["action"] for line in lines if line["labels"]["job_id"] == str(job_id)]
+    actions = [line["event"]["action"] for line in lines if line["labels"].get("job_id") == str(job_id)]
     assert actions[:3] == ["job-submitted", "job-allocated", "job-started"]
