@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import cast
 
 from hpcnode.commands.step_client import INPUT_WINDOW
-from hpcnode.commands.tunnel import CLOSE, COUNT, DATA, HEADER, OPEN, READY, TAKEN, WINDOW
+from hpcnode.commands.tunnel import CLOSE, COUNT, DATA, OPEN, READY, TAKEN, WINDOW, TunnelError, frame_of, frames
 from hpcnode.wire import protocol
 from hpcsched.gateway.upstream import is_controllers
 
@@ -232,7 +232,7 @@ class JobTunnel:
 
     def send(self, number: int, kind: bytes, body: bytes = b"") -> None:
         if self._step is not None:
-            self._step.send(HEADER.pack(number, kind, len(body)) + body)
+            self._step.send(frame_of(number, kind, body))
 
     async def drained(self) -> None:
         if self._step is not None:
@@ -251,17 +251,13 @@ class JobTunnel:
 
     def _feed(self, data: bytes) -> None:
         self._data += data
-        while len(self._data) >= HEADER.size and self.why_over is None:
-            number, kind, length = HEADER.unpack_from(self._data)
-            if length > WINDOW:
-                self.end("the node sends what is no frame")
-                return
-            end = HEADER.size + length
-            if len(self._data) < end:
-                return
-            body = bytes(self._data[HEADER.size : end])
-            del self._data[:end]
-            self._take(number, kind, body)
+        try:
+            for number, kind, body in frames(self._data):
+                if self.why_over is not None:
+                    return
+                self._take(number, kind, body)
+        except TunnelError:
+            self.end("the node sends what is no frame")
 
     def _take(self, number: int, kind: bytes, body: bytes) -> None:
         connection = self._connections.get(number)

@@ -22,7 +22,7 @@ import socket
 import stat
 import struct
 import sys
-from typing import Callable, Dict, Mapping, Optional, Sequence
+from typing import Callable, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 from hpcnode.os import mounts
 from hpcnode.os.loop import READ, Loop, Stream
@@ -39,6 +39,28 @@ Connect = Callable[[], socket.socket]  # raises OSError
 
 class TunnelError(Exception):
     """The other end violates the protocol."""
+
+
+def frames(data: bytearray) -> Iterator[Tuple[int, bytes, bytes]]:
+    """Take the whole frames from the front of `data`: the connection's number, letter and bytes.
+
+    Raises TunnelError.
+    """
+    while len(data) >= HEADER.size:
+        number, kind, length = HEADER.unpack_from(data)
+        if length > WINDOW:
+            raise TunnelError("a frame of %d bytes is too long" % length)
+        end = HEADER.size + length
+        if len(data) < end:
+            return
+        body = bytes(data[HEADER.size : end])
+        del data[:end]
+        yield number, kind, body
+
+
+def frame_of(number: int, kind: bytes, body: bytes = b"") -> bytes:
+    """Return a frame."""
+    return HEADER.pack(number, kind, len(body)) + body
 
 
 class _Connection:
@@ -76,15 +98,7 @@ class Tunnel:
     def feed(self, data: bytes) -> None:
         """Handle bytes of the other end. Raises TunnelError."""
         self._data += data
-        while len(self._data) >= HEADER.size:
-            number, kind, length = HEADER.unpack_from(self._data)
-            if length > WINDOW:
-                raise TunnelError("a frame of %d bytes is too long" % length)
-            end = HEADER.size + length
-            if len(self._data) < end:
-                return
-            body = bytes(self._data[HEADER.size : end])
-            del self._data[:end]
+        for number, kind, body in frames(self._data):
             self._take(number, kind, body)
 
     def _take(self, number: int, kind: bytes, body: bytes) -> None:
@@ -143,7 +157,7 @@ class Tunnel:
                 self._send_frame(number, TAKEN, COUNT.pack(taken))
 
     def _send_frame(self, number: int, kind: bytes, body: bytes = b"") -> None:
-        self._send(HEADER.pack(number, kind, len(body)) + body)
+        self._send(frame_of(number, kind, body))
 
 
 # ----- the job's own socket
