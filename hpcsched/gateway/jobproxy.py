@@ -45,7 +45,7 @@ from hpcsched.gateway.app import (
     problem,
 )
 from hpcsched.gateway.site import Site, refused
-from hpcsched.gateway.streams import JobTunnel, StreamError, TunnelConnection
+from hpcsched.gateway.streams import WRITE_S, JobTunnel, StreamError, TunnelConnection, until_one_ends
 from hpcsched.gateway.upstream import UpstreamError
 
 Headers = list[tuple[bytes, bytes]]
@@ -60,8 +60,6 @@ MAX_TUNNELS, MAX_TUNNELS_OF_CREDENTIAL = 256, 8
 IDLE_S = 120.0  # without a connection; then the step ends
 READY_S = 5.0  # for a server to answer the question whether it is there
 ANSWER_S = 300.0  # for the head of an answer
-SILENT_S = 3600.0  # of a WebSocket in both directions
-WRITE_S = 60.0  # without progress of a reader
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 PIECE_BYTES = 64 << 10
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -480,15 +478,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, conn
             async with asyncio.timeout(WRITE_S):
                 await writer.drain()
 
-    tasks = [asyncio.create_task(from_browser()), asyncio.create_task(from_job())]
-    try:
-        done: set[asyncio.Task[None]] = set()
-        while not done and time.monotonic() - heard_s < SILENT_S:
-            done, _ = await asyncio.wait(tasks, timeout=WRITE_S, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await until_one_ends([from_browser(), from_job()], lambda: heard_s)
 
 
 class JobExchange:

@@ -43,7 +43,7 @@ from hpcsched.gateway.pages import Pages
 from hpcsched.gateway.routes import MAX_BODY_BYTES
 from hpcsched.gateway.site import Site
 from hpcsched.gateway.slurmrestd import SlurmPaths
-from hpcsched.gateway.streams import StreamError
+from hpcsched.gateway.streams import WRITE_S, StreamError
 from hpcsched.gateway.terminal import Terminals
 from hpcsched.gateway.upstream import Upstream, UpstreamError
 
@@ -52,7 +52,6 @@ log = logging.getLogger("hpcsched.gateway")
 HANDSHAKE_S = 5.0
 HEAD_S = 10.0
 BODY_S = 60.0
-WRITE_S = 60.0  # without progress of a reader
 KEEP_ALIVE_S = 30
 CHECK_S = 1.0
 MAX_HEAD_BYTES = 32 << 10

@@ -12,9 +12,10 @@ Sources: the launch protocol in hpcnode.wire.protocol; the frames of hpcnode.com
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
 
 from hpcnode.commands.step_client import INPUT_WINDOW
 from hpcnode.commands.tunnel import CLOSE, COUNT, DATA, OPEN, READY, TAKEN, WINDOW, TunnelError, frame_of, frames
@@ -27,8 +28,31 @@ MOST_CONNECTIONS = 64  # through one step
 MAX_SAID_CHARS = 500  # of a step's standard error
 
 
+SILENT_S = 3600.0  # of a WebSocket in both directions
+WRITE_S = 60.0  # without progress of a reader
+
+
 class StreamError(Exception):
     """A step or a connection has ended, or cannot be opened. The text is for the user."""
+
+
+async def until_one_ends(
+    directions: Sequence[Coroutine[Any, Any, None]], heard_s: Callable[[], float]
+) -> list[BaseException | None]:
+    """Run both directions of a WebSocket until one ends, or both are silent too long.
+
+    Return their results. `heard_s`: when something came last.
+    """
+    tasks = [asyncio.create_task(one) for one in directions]
+    try:
+        done: set[asyncio.Task[None]] = set()
+        while not done and time.monotonic() - heard_s() < SILENT_S:
+            done, _ = await asyncio.wait(tasks, timeout=WRITE_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    return results
 
 
 class JobStep(asyncio.Protocol):

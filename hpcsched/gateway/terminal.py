@@ -40,7 +40,7 @@ from hpcnode.commands.pty import TYPED, WINDOW_SIZE, frame
 from hpcnode.commands.pty import WINDOW as WINDOW_KIND
 from hpcsched.gateway.app import GatewayApp, ProblemError, own_origin
 from hpcsched.gateway.site import Site, refused
-from hpcsched.gateway.streams import JobStep
+from hpcsched.gateway.streams import WRITE_S, JobStep, until_one_ends
 
 MAX_ROWS, MAX_COLUMNS = 100, 300
 MAX_MESSAGE_CHARS = 64 << 10  # of a browser
@@ -51,8 +51,6 @@ READ_BYTES = 16 << 10
 MAX_SAVED = 10  # cursors
 MAX_ANSWER_CHARS = 1_000  # to the job
 MAX_MARKS = 2  # on a character
-SILENT_S = 3600.0
-WRITE_S = 60.0
 _PATH = re.compile(r"/job/([^/]{1,4000})/terminal/socket\Z")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,1000}")
 _SEQUENCE = re.compile(r"\x1b\[[0-?]{0,60}[ -/]{0,4}[@-~]")
@@ -306,16 +304,7 @@ class TerminalSession:
         Raises ProblemError.
         """
         await self._shake_hands()
-        tasks = [asyncio.create_task(self._from_browser()), asyncio.create_task(self._to_browser())]
-        try:
-            done: set[asyncio.Task[None]] = set()
-            while not done and time.monotonic() - self._heard_s < SILENT_S:
-                done, _ = await asyncio.wait(tasks, timeout=WRITE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
+        for result in await until_one_ends([self._from_browser(), self._to_browser()], lambda: self._heard_s):
             if isinstance(result, Exception) and not isinstance(result, OSError | TimeoutError | RemoteProtocolError):
                 raise result
 
