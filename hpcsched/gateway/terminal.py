@@ -21,8 +21,8 @@ import json
 import re
 import time
 import unicodedata
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -149,6 +149,7 @@ class TerminalScreen:
         self._stream = pyte.Stream(self._screen)
         self._reader = SequenceReader()
         self._shown: dict[int, list[list[str]]] = {}
+        self._cursor_row = 0
 
     def take_answers(self) -> str:
         """Return what the job is told since the last call."""
@@ -178,10 +179,16 @@ class TerminalScreen:
         """Return the lines that differ from those that were returned before."""
         screen = self._screen
         cursor = None if screen.cursor.hidden else (screen.cursor.y, min(screen.cursor.x, screen.columns - 1))
-        rows = {y: _runs(screen, y, cursor) for y in range(screen.lines)}
+        may_differ = screen.dirty | {y - 1 for y in screen.dirty}  # a mark may belong to the end of the line above
+        may_differ |= {self._cursor_row, screen.cursor.y}
+        self._cursor_row = screen.cursor.y
+        changed: dict[str, list[list[str]]] = {}
+        for y in range(screen.lines):
+            if y in may_differ or y not in self._shown:
+                runs = _runs(screen, y, cursor)
+                if self._shown.get(y) != runs:
+                    changed[str(y)] = self._shown[y] = runs
         screen.dirty.clear()
-        changed = {str(y): runs for y, runs in rows.items() if self._shown.get(y) != runs}
-        self._shown = rows
         return {"size": screen.lines, "rows": changed, "application": self.has_application_keys} if changed else {}
 
 
@@ -386,8 +393,9 @@ class TerminalSession:
             self._has_news.clear()
             output, self._output = b"".join(self._output), []
             await self._draw(output)
-            if changes := self._screen.changes():
-                self._say(TextMessage(data=json.dumps(changes)))
+            async with self._turn():
+                if changes := self._screen.changes():
+                    self._say(TextMessage(data=json.dumps(changes)))
             is_over = self._step.why_over is not None and not self._output
             if is_over:
                 self._say(TextMessage(data=json.dumps({"end": f"The terminal has ended: {self._step.why_over}"})))
@@ -398,6 +406,14 @@ class TerminalSession:
                 return
             await asyncio.sleep(SHOW_S)
 
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for a turn to use processor time: all terminals take half of it at most."""
+        async with self._turns:
+            turn_s = time.monotonic()
+            yield
+            await asyncio.sleep(time.monotonic() - turn_s)
+
     async def _draw(self, output: bytes) -> None:
         """Draw output on the screen, and have the next sent, at a bounded rate."""
         if not output:
@@ -406,12 +422,11 @@ class TerminalSession:
         tokens = self._screen.tokens(output)
         is_whole = False
         while not is_whole:
-            async with self._turns:
-                turn_s, drawn = time.monotonic(), 0
+            async with self._turn():
+                drawn = 0
                 while drawn < PIECE_CHARS and not is_whole:
                     token = next(tokens, None)
                     is_whole, drawn = token is None, drawn + len(token or "")
-                await asyncio.sleep(time.monotonic() - turn_s)  # all terminals take half of the time at most
         if answers := self._screen.take_answers():
             self._step.send(frame(TYPED, answers.encode()))
         await asyncio.sleep(max(0.0, len(output) / RATE_BYTES - (time.monotonic() - begun_s)))

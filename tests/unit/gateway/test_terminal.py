@@ -6,11 +6,22 @@ import json
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("pyte")
 pytest.importorskip("wsproto")
 
+from hpcsched.gateway import terminal
 from hpcsched.gateway.terminal import MAX_COLUMNS, MAX_ROWS, SequenceReader, TerminalScreen, Typed, drawable, read_typed
+
+# What moves, marks, scrolls or erases; a text that fills lines; a mark that belongs to the end of the line above.
+STEPS = (
+    b"a", b"bcdefgh", b"\r\n", b"\n", b"\t", b"\x08", "\u0301".encode(), "\u4e2d".encode(), b"\x1b[A", b"\x1b[3;4H", b"\x1b[1;8H",
+    b"\x1b[2;1H", b"\x1b[K", b"\x1b[1K", b"\x1b[J", b"\x1b[2J", b"\x1b[L", b"\x1b[M", b"\x1b[2P", b"\x1b[2@", b"\x1b[3X",
+    b"\x1bM", b"\x1bD", b"\x1b[2;4r", b"\x1b[?25l", b"\x1b[?25h", b"\x1b[?5h", b"\x1b[?5l", b"\x1b[7m", b"\x1b[0m", b"\x1b7", b"\x1b8",
+    b"\x1bc", b"\x1b[?7l", b"\x1b[4h",
+)  # fmt: skip
 
 
 def drawn(data: bytes, rows: int = 4, columns: int = 20) -> list[str]:
@@ -37,6 +48,29 @@ def test_text_colours_and_the_cursor_are_shown() -> None:
     assert screen.changes() == {}
     list(screen.tokens(b"\x1b[1;1Hx"))
     assert set(screen.changes()["rows"]) == {"0", "1"}
+
+
+def test_a_character_costs_the_lines_around_it_and_not_the_whole_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = TerminalScreen(MAX_ROWS, MAX_COLUMNS)
+    screen.changes()
+    looked: list[int] = []
+    runs_of = terminal._runs
+    monkeypatch.setattr(terminal, "_runs", lambda *of: looked.append(of[1]) or runs_of(*of))
+    list(screen.tokens(b"\x1b[50;1Hx"))
+    assert set(screen.changes()["rows"]) == {"0", "49"}
+    assert sorted(looked) == [0, 48, 49]
+
+
+@given(st.lists(st.sampled_from(STEPS), max_size=40))
+def test_the_changes_add_up_to_the_screen(steps: list[bytes]) -> None:
+    """A browser that gets each change sees what one sees that gets the screen at the end."""
+    screen, whole = TerminalScreen(5, 8), TerminalScreen(5, 8)
+    seen = screen.changes()["rows"]
+    for step in steps:
+        list(screen.tokens(step))
+        seen |= screen.changes().get("rows", {})
+        list(whole.tokens(step))
+    assert seen == whole.changes()["rows"]
 
 
 @pytest.mark.parametrize(
