@@ -179,8 +179,7 @@ class TerminalScreen:
         """Return the lines that differ from those that were returned before."""
         screen = self._screen
         cursor = None if screen.cursor.hidden else (screen.cursor.y, min(screen.cursor.x, screen.columns - 1))
-        may_differ = screen.dirty | {y - 1 for y in screen.dirty}  # a mark may belong to the end of the line above
-        may_differ |= {self._cursor_row, screen.cursor.y}
+        may_differ = screen.dirty | {self._cursor_row, screen.cursor.y}
         self._cursor_row = screen.cursor.y
         changed: dict[str, list[list[str]]] = {}
         for y in range(screen.lines):
