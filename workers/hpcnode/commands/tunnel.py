@@ -42,9 +42,9 @@ class TunnelError(Exception):
 
 
 def frames(data: bytearray) -> Iterator[Tuple[int, bytes, bytes]]:
-    """Take the whole frames from the front of `data`: the connection's number, letter and bytes.
+    """Take the whole frames from the front of `data`.
 
-    Raises TunnelError.
+    Yield the number of the connection, the letter and the bytes of each. Raises TunnelError.
     """
     while len(data) >= HEADER.size:
         number, kind, length = HEADER.unpack_from(data)
