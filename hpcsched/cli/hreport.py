@@ -41,7 +41,7 @@ from hpcsched.metrics.usage_report import (
 )
 from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import expand_hostlist
-from hpcsched.model.tariff import MAX_PERIOD_S, EnergyPrices, PriceSteps
+from hpcsched.model.tariff import MAX_PERIOD_S, EnergyPrices, PeriodPrices
 from hpcsched.model.units import format_time_s
 
 COMMAND = Command(
@@ -92,23 +92,6 @@ class ReportRow(NamedTuple):
     energy: NodeEnergy | None
 
 
-class ReportPrices(NamedTuple):
-    """What hours and energy cost in the period of a report.
-
-    `of_energy`: whether energy has a price. `of_co2`: whether its CO2 is known.
-    """
-
-    currency: str
-    cpu_hour: float
-    gpu_hour: float
-    energy: EnergyPrices
-    of_energy: bool
-    of_co2: bool
-
-    def __bool__(self) -> bool:
-        return bool(self.cpu_hour or self.gpu_hour or self.of_energy)
-
-
 class UsageReport(NamedTuple):
     """A whole report: `rows` by the dimensions `by`, and their `total`.
 
@@ -120,7 +103,7 @@ class UsageReport(NamedTuple):
     by: tuple[str, ...]
     rows: list[ReportRow]
     total: ReportRow
-    prices: ReportPrices
+    prices: PeriodPrices
     notes: list[str]
     source: str | None  # of the energy; None: there is none
 
@@ -288,20 +271,11 @@ def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
     return UsageReport(config["config"]["cluster"], period, by, rows, total, prices, notes, source)
 
 
-def _prices(period: Period) -> ReportPrices:
+def _prices(period: Period) -> PeriodPrices:
     """Return the prices of the period, by the clock of the head."""
     end_s = max(period.start_s, period.until_s)
     path = client.query("/v1/tariff", start_s=max(period.start_s, end_s - MAX_PERIOD_S, 0.0), end_s=end_s)
-    answer = client.call("GET", path)
-    kwh, co2 = answer["kwh"], answer["gco2_per_kwh"]
-    return ReportPrices(
-        currency=answer["currency"],
-        cpu_hour=answer["cpu_hour"],
-        gpu_hour=answer["gpu_hour"],
-        energy=EnergyPrices(PriceSteps(kwh), PriceSteps(co2)),
-        of_energy=any(price for _, price in kwh),
-        of_co2=any(grams for _, grams in co2),
-    )
+    return PeriodPrices.read(client.call("GET", path))
 
 
 def _jobs(words: Words, period: Period, wanted: set[str] | None, names: Mapping[str, str]) -> Iterator[Json]:
@@ -468,7 +442,7 @@ def _kwh(row: ReportRow, report: UsageReport) -> float | None:
 
 
 def _co2_kg(row: ReportRow, report: UsageReport) -> float | None:
-    return None if row.use.joules is None or not report.prices.of_co2 else row.use.co2_g / 1000
+    return None if row.use.joules is None or not report.prices.energy.gco2_per_kwh else row.use.co2_g / 1000
 
 
 def _cost(row: ReportRow, report: UsageReport) -> float | None:

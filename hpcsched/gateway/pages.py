@@ -28,7 +28,7 @@ from hpcsched.listing.jobs import energy_text
 from hpcsched.listing.overview import takes_jobs, totals, troubles
 from hpcsched.listing.text import clean, date_text, output_text
 from hpcsched.metrics.usage_report import HOUR_S, Period, UsageRow, total_of, usage_rows
-from hpcsched.model.tariff import EnergyPrices, PriceSteps
+from hpcsched.model.tariff import PeriodPrices
 from hpcsched.model.units import format_mem, format_time_s
 
 ACTIVE = "PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
@@ -254,20 +254,19 @@ class Pages:
             )
         found = await self._site.load(request, {})
         period = month_of(found["now_s"], month)
-        prices = {"start_s": max(0.0, period.start_s), "end_s": max(0.0, period.until_s)}
-        found = await self._site.load(request, {"tariff": f"/v1/tariff?{urlencode(prices)}"}, None, found)
+        times = {"start_s": max(0.0, period.start_s), "end_s": max(0.0, period.until_s)}
+        found = await self._site.load(request, {"tariff": f"/v1/tariff?{urlencode(times)}"}, None, found)
         query = {"attempts": 1, "energy": 1, "start_s": period.start_s, "end_s": period.end_s}
         jobs, is_whole = await self._site.history(request, found, query, MAX_REPORTED)
-        tariff = found["tariff"]
-        energy = EnergyPrices(PriceSteps(tariff["kwh"]), PriceSteps(tariff["gco2_per_kwh"]))
-        rows = usage_rows(jobs, [period], (by,), None, energy)
+        prices = PeriodPrices.read(found["tariff"])
+        rows = usage_rows(jobs, [period], (by,), None, prices.energy)
         if given["format"]:
-            return csv_answer(request, by, rows, tariff, f"use-{period.name}-{by}.csv")
-        columns = [one for one in USE_COLUMNS if any(one.value(row, tariff) is not None for row in rows)]
+            return csv_answer(request, by, rows, prices, f"use-{period.name}-{by}.csv")
+        columns = [one for one in USE_COLUMNS if any(one.value(row, prices) is not None for row in rows)]
         values = {"by": by, "month": month, "bys": REPORTED, "months": MONTHS, "is_whole": is_whole, "period": period}
-        values |= {"titles": [one.title.format(currency=tariff["currency"]) for one in columns]}
-        values |= {"rows": [(row.key[0], [one.shown(row, tariff) for one in columns]) for row in rows]}
-        values |= {"total": [one.shown(total_of(rows), tariff) for one in columns] if rows else []}
+        values |= {"titles": [one.title.format(currency=prices.currency) for one in columns]}
+        values |= {"rows": [(row.key[0], [one.shown(row, prices) for one in columns]) for row in rows]}
+        values |= {"total": [one.shown(total_of(rows), prices) for one in columns] if rows else []}
         return self._site.page(request, "report.html", {**found, **values})
 
 
@@ -280,25 +279,24 @@ MAX_REPORTED = 5000  # jobs
 
 
 class UseColumn(NamedTuple):
-    """A column of the report, of a row and the API's tariff.
+    """A column of the report, of a row and the prices of the period.
 
     `value`: None if it is not known; `shape`: how it is written.
     """
 
     title: str
     name: str
-    value: Callable[[UsageRow, Json], float | None]
+    value: Callable[[UsageRow, PeriodPrices], float | None]
     shape: str = "{:,.1f}"
 
-    def shown(self, row: UsageRow, tariff: Json) -> str:
+    def shown(self, row: UsageRow, prices: PeriodPrices) -> str:
         """Return the value as the page has it."""
-        value = self.value(row, tariff)
+        value = self.value(row, prices)
         return "" if value is None else format_time_s(value) if self.shape == "time" else self.shape.format(value)
 
 
-def _priced(row: UsageRow, tariff: Json) -> float | None:
-    has_prices = tariff["cpu_hour"] or tariff["gpu_hour"] or any(price for _, price in tariff["kwh"])
-    return row.cost(tariff["cpu_hour"], tariff["gpu_hour"]) if has_prices else None
+def _priced(row: UsageRow, prices: PeriodPrices) -> float | None:
+    return row.cost(prices.cpu_hour, prices.gpu_hour) if prices else None
 
 
 USE_COLUMNS = (
@@ -324,13 +322,13 @@ def month_of(now_s: float, which: str) -> Period:
     return Period(before.timestamp(), first.timestamp(), now_s, before.strftime("%Y-%m"))
 
 
-def csv_answer(request: Request, by: str, rows: Sequence[UsageRow], tariff: Json, name: str) -> Response:
+def csv_answer(request: Request, by: str, rows: Sequence[UsageRow], prices: PeriodPrices, name: str) -> Response:
     """Return the report as a file; no text in it is a formula for spreadsheets."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([by, *(one.name for one in USE_COLUMNS)])
     for row in rows:
-        key, values = clean(row.key[0]), [one.value(row, tariff) for one in USE_COLUMNS]
+        key, values = clean(row.key[0]), [one.value(row, prices) for one in USE_COLUMNS]
         key = f"'{key}" if key.startswith(("=", "+", "-", "@")) else key
         writer.writerow([key, *("" if value is None else f"{value:.10g}" for value in values)])
     headers = {**PAGE_HEADERS, "content-disposition": f'attachment; filename="{name}"'}

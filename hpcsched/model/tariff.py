@@ -170,6 +170,9 @@ class PriceSteps:
         for (at_s, price), (next_s, _) in zip(self.steps, self.steps[1:], strict=False):
             self._sums.append(self._sums[-1] + price * (next_s - at_s))
 
+    def __bool__(self) -> bool:
+        return any(price for _, price in self.steps)
+
     def mean(self, start_s: float, end_s: float) -> float:
         """Return the mean price over a period; of an empty one, the price then."""
         if end_s <= start_s:
@@ -200,6 +203,24 @@ class EnergyPrices(NamedTuple):
 
 
 NO_PRICES = EnergyPrices(PriceSteps(()), PriceSteps(()))
+
+
+class PeriodPrices(NamedTuple):
+    """What hours and energy cost in a period: the answer of ``/v1/tariff``."""
+
+    currency: str
+    cpu_hour: float
+    gpu_hour: float
+    energy: EnergyPrices
+
+    def __bool__(self) -> bool:
+        return bool(self.cpu_hour or self.gpu_hour or self.energy.kwh)
+
+    @classmethod
+    def read(cls, answer: Mapping[str, Any]) -> PeriodPrices:
+        """Return the prices of an answer of the API."""
+        energy = EnergyPrices(PriceSteps(answer["kwh"]), PriceSteps(answer["gco2_per_kwh"]))
+        return cls(answer["currency"], answer["cpu_hour"], answer["gpu_hour"], energy)
 
 
 def prices_of(tariff: Tariff, start_s: float, end_s: float) -> EnergyPrices:

@@ -258,14 +258,12 @@ def _energy_of(job: int) -> tuple[Mapping[str, Any], ...]:
 def users_energy(now_s: float) -> UsersEnergy:
     """Return the energy of each user's jobs in the last days. Raises HpcschedError."""
     from hpcsched.metrics.usage_report import Period, usage_rows  # the first screen does not need it
-    from hpcsched.model.tariff import EnergyPrices, PriceSteps
+    from hpcsched.model.tariff import PeriodPrices
 
     since_s = max(0.0, now_s - ENERGY_DAYS * 86_400.0)
     wanted = {"attempts": "1", "energy": "1", "limit": str(MOST_OF_ENERGY)}
     answer = _get(client.query("/v1/history", start_s=since_s, end_s=now_s, **wanted))
-    tariff = _get(client.query("/v1/tariff", start_s=since_s, end_s=now_s))
-    kwh, co2 = tariff["kwh"], tariff["gco2_per_kwh"]
-    prices = EnergyPrices(PriceSteps(kwh), PriceSteps(co2))
+    prices = PeriodPrices.read(_get(client.query("/v1/tariff", start_s=since_s, end_s=now_s))).energy
     sources: dict[str, set[str]] = {}
     for job in answer["jobs"]:
         sources.setdefault(job["user"], set()).update(use["source"] for use in job.get("energy") or ())
@@ -274,8 +272,8 @@ def users_energy(now_s: float) -> UsersEnergy:
             row.key[0],
             row.joules,
             "+".join(sorted(sources[row.key[0]])),
-            row.energy_cost if any(price for _, price in kwh) else None,
-            row.co2_g if any(grams for _, grams in co2) else None,
+            row.energy_cost if prices.kwh else None,
+            row.co2_g if prices.gco2_per_kwh else None,
         )
         for row in usage_rows(answer["jobs"], [Period(since_s, now_s, now_s)], ("user",), None, prices)
         if row.joules is not None

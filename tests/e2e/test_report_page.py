@@ -15,9 +15,9 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Page, sync_playwright
 
 from hpcsched.cli import hreport
-from hpcsched.cli.hreport import ReportPrices, ReportRow, UsageReport
+from hpcsched.cli.hreport import ReportRow, UsageReport
 from hpcsched.metrics.usage_report import NodeTime, Period, UsageRow, total_of
-from hpcsched.model.tariff import NO_PRICES
+from hpcsched.model.tariff import EnergyPrices, PeriodPrices, PriceSteps
 
 CHROMIUM = shutil.which("chromium")
 CI = os.environ.get("CI") == "true"
@@ -47,7 +47,8 @@ def report(users: int) -> str:
         rows.append(ReportRow(use.key, use, NodeTime(), None))
     whole = NodeTime(capacity_s=1e10, allocated_s=6e9, down_s=1e9, drained_s=1e9, off_s=1e9, idle_s=1e9)
     total = ReportRow((), total_of(row.use for row in rows), whole, None)
-    prices = ReportPrices(currency="EUR", cpu_hour=0.01, gpu_hour=0.5, energy=NO_PRICES, of_energy=True, of_co2=True)
+    energy = EnergyPrices(PriceSteps([(0.0, 0.3)]), PriceSteps([(0.0, 400.0)]))
+    prices = PeriodPrices(currency="EUR", cpu_hour=0.01, gpu_hour=0.5, energy=energy)
     period = Period(1_798_761_600.0, 1_801_440_000.0, 1_801_440_000.0)
     found = UsageReport("lab", period, ("user",), rows, total, prices, ["A note."], "component")
     return hreport._page(found, [name for name in ALL if name != "nodes"])
