@@ -571,6 +571,7 @@ def build_config(
     check_partitions(path, accounting, partitions)
     controller = _controller(path, tables.get("controller", {}), environ)
     _refuse_own_machine(config_dir, controller, nodes)
+    power = _power(path, tables.get("power", {}), controller)
     return Config(
         config_dir=config_dir,
         name=cluster["name"],
@@ -590,8 +591,10 @@ def build_config(
         cost=Tariff(**values_of(path, "[cost]", tables.get("cost", {}), COST)),
         reports=_reports(path, tables),
         log_format=_log_format(path, tables),
-        power=_power(path, tables.get("power", {}), controller),
-        circuits=_circuits(path, tables.get("power", {}), [node.spec for node in nodes]),
+        power=power,
+        circuits=_circuits(
+            path, power.budget_watts, tables.get("power", {}).get("circuits", {}), [node.spec for node in nodes]
+        ),
     )
 
 
@@ -678,9 +681,7 @@ def _receiver(path: Path, name: str, table: Any, smtp: str) -> ReceiverSettings:
 
 
 def _power(path: Path, table: Any, controller: ControllerSettings) -> PowerSettings:
-    table = dict(table_of(path, "[power]", table))
-    table.pop("circuits", None)
-    settings = PowerSettings(**values_of(path, "[power]", table, POWER))
+    settings = PowerSettings(**values_of(path, "[power]", table, POWER, also=("circuits",)))
     try:
         words = shlex.split(settings.suspend_command)
     except ValueError as error:
@@ -695,11 +696,10 @@ def _power(path: Path, table: Any, controller: ControllerSettings) -> PowerSetti
     return settings
 
 
-def _circuits(path: Path, table: Mapping[str, Any], nodes: Sequence[NodeSpec]) -> tuple[Circuit, ...]:
+def _circuits(path: Path, whole_watts: float, circuits: Any, nodes: Sequence[NodeSpec]) -> tuple[Circuit, ...]:
     """Return the circuits, the one of all nodes first. Raises ConfigError."""
-    whole = values_of(path, "[power]", table, POWER, also=("circuits",))["budget_watts"]
-    found = [Circuit(budget_watts=whole)] if whole else []
-    for name, circuit in table_of(path, "[power.circuits]", table.get("circuits", {})).items():
+    found = [Circuit(budget_watts=whole_watts)] if whole_watts else []
+    for name, circuit in table_of(path, "[power.circuits]", circuits).items():
         where = f"[power.circuits.{name}]"
         if not NODE_NAME.match(name):
             raise ConfigError(
@@ -713,7 +713,7 @@ def _circuits(path: Path, table: Mapping[str, Any], nodes: Sequence[NodeSpec]) -
             raise ConfigError(
                 f"cannot use {path}: {where} names the node {min(unknown)!r}, which has no file in nodes.d"
             )
-        idle = sum(node.idle_watts for node in nodes if not one.nodes or node.name in one.nodes)
+        idle = sum(node.idle_watts for node in nodes if one.feeds(node.name))
         if idle >= one.budget_watts:
             raise ConfigError(
                 f"cannot use {path}: {where} allows {one.budget_watts:g} W, and its nodes take {idle:g} W when they are idle, so "

@@ -286,6 +286,10 @@ class Circuit:
     budget_watts: float
     nodes: tuple[NodeName, ...] = ()  # empty: all
 
+    def feeds(self, node: NodeName) -> bool:
+        """Return whether it supplies this node."""
+        return not self.nodes or node in self.nodes
+
 
 class PartitionState(StrEnum):
     """Slurm's states of a partition. What runs in it continues in all of them."""

@@ -43,7 +43,12 @@ class PowerCounts:
         self._index = {node.name: at for at, node in enumerate(self._nodes)}
         members = [(POWER + one.name, frozenset(one.nodes)) for one in circuits]
         self._keys = [tuple(key for key, names in members if not names or node.name in names) for node in self._nodes]
-        self.totals = {POWER + one.name: available_watts(one, nodes) for one in circuits}
+        idle = dict.fromkeys((key for key, _ in members), 0.0)
+        for node, keys in zip(self._nodes, self._keys, strict=True):
+            for key in keys:
+                idle[key] += node.idle_watts
+        # What the circuits have for jobs: their budgets without the idle power of their nodes.
+        self.totals = {POWER + one.name: floor(one.budget_watts - idle[POWER + one.name] + 1e-6) for one in circuits}
 
     def __bool__(self) -> bool:
         return bool(self.totals)
@@ -71,12 +76,6 @@ class PowerCounts:
             for key in self._keys[at]:
                 sums[key] = sums.get(key, 0.0) + watts_above_idle(self._nodes[at], cpus, gpus, gpu_power)
         return tuple((key, ceil(watts - 1e-6)) for key, watts in sums.items() if watts > 0)
-
-
-def available_watts(circuit: Circuit, nodes: Iterable[NodeView]) -> int:
-    """Return what a circuit has for jobs: its budget without the idle power of its nodes."""
-    idle = sum(node.idle_watts for node in nodes if not circuit.nodes or node.name in circuit.nodes)
-    return floor(circuit.budget_watts - idle + 1e-6)
 
 
 def watts_above_idle(node: NodeView, cpus: float, gpus: float, gpu_power: int) -> float:

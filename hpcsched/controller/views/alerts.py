@@ -331,12 +331,14 @@ class AlertFeed:
 
     def _circuits(self, now_s: float) -> list[tuple[str, float, float]]:
         """Return each circuit with what the meters of its nodes show, and its budget."""
+        if not self._cluster.config.circuits:
+            return []
         known = {name: self._controller.energy.watts(name, now_s) for name in self._cluster.nodes}
         metered = {name: one[0] for name, one in known.items() if one is not None and one[1] != ESTIMATED}
         return [
             (
                 one.name,
-                sum(watts for name, watts in metered.items() if not one.nodes or name in one.nodes),
+                sum(watts for name, watts in metered.items() if one.feeds(name)),
                 one.budget_watts,
             )
             for one in self._cluster.config.circuits

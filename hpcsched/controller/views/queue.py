@@ -147,11 +147,13 @@ def circuit_views(cluster: ClusterState, ledger: EnergyLedger, now_s: float) -> 
     `measured_watts`: of the nodes of which it is known, by the named sources. `unknown`: nodes that count nothing, because their
     power is not declared.
     """
+    if not cluster.config.circuits:
+        return []
     nodes = [node_view(node) for node in cluster.nodes.values()]
     held = [(job.holding, job.spec.gpu_power) for job in cluster.active_jobs()]
     found = []
     for circuit, total, used in circuit_watts(cluster.config.circuits, nodes, held):
-        mine = [node for node in nodes if not circuit.nodes or node.name in circuit.nodes]
+        mine = [node for node in nodes if circuit.feeds(node.name)]
         watts = [known for node in mine if (known := ledger.watts(node.name, now_s)) is not None]
         found.append(
             {
