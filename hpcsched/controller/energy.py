@@ -103,8 +103,7 @@ class EnergyLedger:
         if before_s is None:  # it has begun since the last look, or was not seen then
             is_new = (job.allocated_at_s or 0.0) >= last.sample.received_at_s
             before_s = 0.0 if is_new else _cpu_time(row)
-        part = share.shards / share.shards_of if share.shards else 1.0
-        gpus = {str(index): part for index in share.gpus}
+        gpus = {str(index): share.gpu_part for index in share.gpus}
         lasted_s = max(1e-3, sample.received_at_s - last.sample.received_at_s)
         held_s = min(lasted_s, max(0.0, sample.received_at_s - (job.allocated_at_s or 0.0)))
         cpus = share.cpus * held_s / lasted_s
@@ -205,8 +204,7 @@ class GpuLedger:
             share = next((share for share in job.holding if share.node == node), None)
             if share is None or not share.gpus or job.allocated_at_s is None or job.suspended_at_s is not None:
                 continue
-            part = share.shards / share.shards_of if share.shards else 1.0
-            seen_s = part * min(lasted_s, max(0.0, now_s - job.allocated_at_s))
+            seen_s = share.gpu_part * min(lasted_s, max(0.0, now_s - job.allocated_at_s))
             ratios = [busy[str(index)] for index in share.gpus if str(index) in busy]
             use = job.id, job.attempt, node
             before = self._unwritten.get(use, (0.0, 0.0))

@@ -64,9 +64,14 @@ class Share:
     spool: str = ""  # into which the attempt is launched there; "": not known
 
     @property
+    def gpu_part(self) -> float:
+        """Return the part of each of its GPUs that it holds: less than 1 with shards."""
+        return self.shards / self.shards_of if self.shards else 1.0
+
+    @property
     def gpu_amount(self) -> float:
         """Return how many GPUs it holds, shards as their part of one."""
-        return self.shards / self.shards_of if self.shards else float(len(self.gpus))
+        return self.gpu_part if self.shards else float(len(self.gpus))
 
 
 def without_cpus(shares: Iterable[Share]) -> tuple[Share, ...]:
