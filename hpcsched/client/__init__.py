@@ -158,13 +158,11 @@ def history(most: int | None = None, **filters: object) -> Json:
     With `most`, no page is asked for once there are as many; then the answer has the cursor of the next one. Raises as `call`.
     """
     jobs: list[Json] = []
-    after = None
-    while True:
-        answer = call("GET", query("/v1/history", **filters, after=after))
+    for answer in _pages_of_history(**filters):
         jobs += answer["jobs"]
-        after = answer.get("next_cursor")
-        if not after or (most is not None and len(jobs) >= most):
-            return {**answer, "jobs": jobs}
+        if most is not None and len(jobs) >= most:
+            break
+    return {**answer, "jobs": jobs}
 
 
 def each_of_history(**filters: object) -> Iterator[Json]:
@@ -172,10 +170,15 @@ def each_of_history(**filters: object) -> Iterator[Json]:
 
     Raises as `call`.
     """
+    for answer in _pages_of_history(**filters, limit=PAGE_JOBS):
+        yield from answer["jobs"]
+
+
+def _pages_of_history(**filters: object) -> Iterator[Json]:
     after = None
     while True:
-        answer = call("GET", query("/v1/history", **filters, limit=PAGE_JOBS, after=after))
-        yield from answer["jobs"]
+        answer = call("GET", query("/v1/history", **filters, after=after))
+        yield answer
         after = answer.get("next_cursor")
         if not after:
             return
