@@ -157,32 +157,11 @@ class GatewayApp:
 
     def admit(self, request: Request) -> None:
         """Count a request that another interface answers. Raises ProblemError."""
-        self._count(request, self._credential(request))
-
-    def count(self, request: Request, cost: float = 1.0) -> None:
-        """Count a request without a credential, of its address. Raises ProblemError."""
-        self._count(request, {}, cost)
-
-    def count_for(self, request: Request, credential: Mapping[str, str]) -> None:
-        """Count a request of a credential that it does not have itself. Raises ProblemError."""
-        self._count(request, credential)
-
-    def credential(self, request: Request) -> Mapping[str, str]:
-        """Return the headers that prove to the controller who asks. Raises ProblemError."""
-        return self._credential(request)
-
-    async def forward_for(
-        self, request: Request, credential: Mapping[str, str], method: str, path: str, body: bytes = b""
-    ) -> UpstreamReply:
-        """Ask the controller with a credential that the request does not have itself.
-
-        Raises ProblemError, UpstreamError.
-        """
-        return await self._ask(request, method, path, credential, body)
+        self.count(request, self.credential(request))
 
     async def public(self, request: Request, path: str, body: Mapping[str, str]) -> UpstreamReply:
         """Ask the controller without a credential, to get one. Raises UpstreamError."""
-        return await self._ask(request, "POST", path, {}, json.dumps(body).encode())
+        return await self.ask(request, "POST", path, {}, json.dumps(body).encode())
 
     def refusal(self, reply: UpstreamReply) -> Response:
         """Return the answer to a request that the controller refuses."""
@@ -191,7 +170,7 @@ class GatewayApp:
     async def opened(self, request: Request, reply: UpstreamReply, made: Callable[[str], Response] | None) -> Response:
         """Return the answer with the cookie of a new session; `made` makes it of the user's name."""
         if reply.status != 200:
-            self._count(request, {}, FAILURE_COST)
+            self.count(request, cost=FAILURE_COST)
             return _problem_of(reply)
         values = json.loads(reply.body)
         secret = values.pop("session")
@@ -203,7 +182,7 @@ class GatewayApp:
 
     async def forward(self, request: Request, method: str, path: str, body: bytes = b"") -> UpstreamReply:
         """Ask the controller as the request's user. Raises ProblemError, UpstreamError."""
-        return await self._ask(request, method, path, self._credential(request), body)
+        return await self.ask(request, method, path, self.credential(request), body)
 
     async def json_text(self, request: Request) -> bytes:
         """Return the body of a request. Raises ProblemError."""
@@ -216,15 +195,15 @@ class GatewayApp:
         raise ProblemError(404, f"cannot find {request.url.path[:200]!r}: the API is below {PREFIX}/")
 
     async def health(self, request: Request) -> Response:
-        self._count(request, {})
+        self.count(request)
         return Response("ok\n", headers=SAFE_HEADERS, media_type="text/plain")
 
     async def description(self, request: Request) -> Response:
-        self._count(request, {})
+        self.count(request)
         return self._tagged(request, self._openapi, "application/json")
 
     async def login(self, request: Request) -> Response:
-        self._count(request, {})
+        self.count(request)
         data = await self._body(request, MAX_CODE_BYTES)
         codes = parse_qs(data.decode("latin-1")).get("code", [""])
         reply = await self.public(request, "/v1/sessions/open", {"code": codes[0]})
@@ -233,13 +212,13 @@ class GatewayApp:
     async def session(self, request: Request) -> Response:
         """Open a session with a one-time code, or close it."""
         if request.method == "DELETE":
-            headers = self._credential(request)
-            self._count(request, headers)
-            reply = await self._ask(request, "POST", "/v1/sessions/close", headers, b"{}")
+            headers = self.credential(request)
+            self.count(request, headers)
+            reply = await self.ask(request, "POST", "/v1/sessions/close", headers, b"{}")
             answer = self._answer(request, reply, "json")
             answer.delete_cookie(COOKIE, path="/", secure=True, httponly=True, samesite="strict")
             return answer
-        self._count(request, {})
+        self.count(request)
         self._must_be_json(request)
         try:
             body = json.loads(await self._body(request, MAX_CODE_BYTES))
@@ -253,14 +232,14 @@ class GatewayApp:
 
     async def metrics(self, request: Request) -> Response:
         """Forward a page of metrics, compressed if the client takes that."""
-        credential = self._credential(request)
-        self._count(request, credential)
+        credential = self.credential(request)
+        self.count(request, credential)
         if request.query_params:
             raise ProblemError(400, "cannot show metrics: the page takes no parameters")
         page = request.path_params.get("page", "")
         path = f"{METRICS_PATH}/{quote(page, safe='')}" if page else METRICS_PATH
         accept = {"accept": request.headers.get("accept", "")[:1000]}
-        reply = await self._ask(request, "GET", path, credential, more=accept)
+        reply = await self.ask(request, "GET", path, credential, more=accept)
         if reply.status != 200:
             return _problem_of(reply)
         headers = {**SAFE_HEADERS, "vary": "accept-encoding"}
@@ -270,8 +249,8 @@ class GatewayApp:
 
     async def api(self, request: Request) -> Response:
         """Forward a request to the controller."""
-        credential = self._credential(request)
-        self._count(request, credential)
+        credential = self.credential(request)
+        self.count(request, credential)
         raw = request.scope["raw_path"].decode("ascii", "replace")
         if request.headers.get("if-match", "*") != "*":  # our ETags are weak: none matches (RFC 9110 13.1.1)
             raise ProblemError(412, "cannot accept If-Match: read again, then send the request without it")
@@ -296,11 +275,14 @@ class GatewayApp:
             path += "?" + urlencode([("after" if name == "cursor" else name, value) for name, value in pairs])
         body = await self.json_text(request) if route.method == "POST" else b""
         key = _idempotency_key(request) if route.repeatable else {}
-        reply = await self._ask(request, route.method, path, credential, body, more=key)
+        reply = await self.ask(request, route.method, path, credential, body, more=key)
         return self._answer(request, reply, route.answer)
 
-    def _credential(self, request: Request) -> dict[str, str]:
-        """Return the headers that carry the request's one credential to the controller."""
+    def credential(self, request: Request) -> dict[str, str]:
+        """Return the headers that carry the request's one credential to the controller.
+
+        Raises ProblemError.
+        """
         headers = request.headers
         given: list[dict[str, str]] = []
         given += [{"authorization": value} for value in headers.getlist("authorization")]
@@ -324,8 +306,11 @@ class GatewayApp:
             raise ProblemError(403, f"cannot change anything with a session alone: send the header {CSRF_HEADER}")
         return given[0]
 
-    def _count(self, request: Request, credential: Mapping[str, str], cost: float = 1.0) -> None:
-        """Count a request of its credential, if that was accepted lately, or of its address."""
+    def count(self, request: Request, credential: Mapping[str, str] = _NO_HEADERS, cost: float = 1.0) -> None:
+        """Count a request of its credential, if that was accepted lately, or of its address.
+
+        Raises ProblemError.
+        """
         key = _key_of(credential)
         subject = key.hex() if credential and key in self._known else network_of(_source(request))
         wait_s = self._rates.wait_s(hash(subject), cost)
@@ -336,7 +321,7 @@ class GatewayApp:
                 {"retry-after": str(max(1, round(wait_s + 0.5)))},
             )
 
-    async def _ask(
+    async def ask(
         self,
         request: Request,
         method: str,
@@ -353,7 +338,7 @@ class GatewayApp:
             reply = await self.upstream.ask(method, path, headers, body, timeout_s=60.0 + wait_s)
         if credential and reply.status == 401:
             self._known.pop(key, None)
-            self._count(request, {}, FAILURE_COST)
+            self.count(request, cost=FAILURE_COST)
         elif uid := reply.headers.get("x-hpcsched-uid"):
             self._known[key] = request.scope["state"]["asker"] = f"uid {uid}"
             if len(self._known) > MAX_KNOWN:
@@ -460,7 +445,7 @@ class GatewayApp:
     async def _polled(
         self, request: Request, credential: Mapping[str, str], path: str, query: Mapping[str, str]
     ) -> UpstreamReply:
-        reply = await self._ask(request, "GET", f"{path}?{urlencode(query)}", credential, wait_s=STREAM_WAIT_S)
+        reply = await self.ask(request, "GET", f"{path}?{urlencode(query)}", credential, wait_s=STREAM_WAIT_S)
         if reply.status != 200:
             error = json.loads(reply.body)
             raise ProblemError(reply.status, error["error"], _passed(reply.headers), error["kind"])

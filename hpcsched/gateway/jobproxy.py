@@ -291,9 +291,9 @@ class JobProxy:
         visit = self._visits.get(request.cookies.get(JOB_COOKIE, ""), time.monotonic())
         if visit is None or visit.job_id != job_id:
             self._app.count(request)
-            self._app.count(request, FAILURE_COST)
+            self._app.count(request, cost=FAILURE_COST)
             raise ProblemError(401, f"cannot show job {job_id}: open it from its page at the gateway")
-        self._app.count_for(request, visit.credential)
+        self._app.count(request, visit.credential)
         return visit
 
     async def _enter(self, request: Request, job_id: int) -> Response:
@@ -309,7 +309,7 @@ class JobProxy:
             raise ProblemError(400, 'cannot accept the ticket: the body must be {"ticket": text}') from None
         visit = self._tickets.take(ticket, time.monotonic())
         if visit is None or visit.job_id != job_id:
-            self._app.count(request, FAILURE_COST)
+            self._app.count(request, cost=FAILURE_COST)
             raise ProblemError(401, "cannot accept the ticket: it is unknown, used, too old or of another job")
         secret = self._visits.add(visit, time.monotonic() + self._session_s)
         answer = _json({"entered": True})
@@ -379,7 +379,7 @@ class JobProxy:
     async def _key(self, request: Request, visit: JobVisit) -> str:
         """Return the key of a new step for the visit's user. Raises ProblemError, UpstreamError."""
         body = json.dumps({"job": str(visit.job_id)}).encode()
-        reply = await self._app.forward_for(request, visit.credential, "POST", "/v1/reach", body)
+        reply = await self._app.ask(request, "POST", "/v1/reach", visit.credential, body)
         if reply.status == 401:
             self._tickets.end(visit.owner)
             self._visits.end(visit.owner)
