@@ -9,7 +9,6 @@ import shutil
 import socket
 import sqlite3
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 from waiting import wait_until
+from zones import time_zone
 
 from hpcsched import paths
 from hpcsched.cli.admin import backup, hpcsched_command, run
@@ -340,9 +340,7 @@ def test_a_backup_is_due_by_the_time_that_passed_also_when_the_clocks_go_back(
     say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The night of 25 October 2026 in Berlin has 02:30 twice."""
-    monkeypatch.setenv("TZ", "Europe/Berlin")
-    time.tzset()
-    try:
+    with time_zone("Europe/Berlin"):
         schedule(tmp_path, [str(tmp_path / "backups")])
         config = replace(load_config(tmp_path / "etc"), backup=BackupSettings(every=3600.0))
         newest = datetime(2026, 10, 25, 2, 30)
@@ -357,9 +355,6 @@ def test_a_backup_is_due_by_the_time_that_passed_also_when_the_clocks_go_back(
             monkeypatch.setattr(backup, "datetime", Frozen)
             monkeypatch.setattr(backup.time, "time", lambda now_s=now_s: now_s)
             assert backup._is_recent(config, newest) is is_recent
-    finally:
-        monkeypatch.undo()
-        time.tzset()
 
 
 # ----- on another machine: a real sshd

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 
 import pytest
 from unit.controller.cluster import ANN, ROOT, Cluster
 from unit.controller.test_energy_ledger import MeteredNode
+from zones import zone_fixture
 
 from hpcsched.alerts.rules import WatchedCluster, of_cluster
 from hpcsched.controller.planning import next_time_s
@@ -23,13 +22,7 @@ from hpcsched.model.tariff import Tariff, price_of
 NIGHT = Tariff(kwh=price_of({"default": 0.4, "22:00-06:00": 0.2}))
 
 
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
+utc = zone_fixture("UTC")
 
 
 def declared(cluster: Cluster, budget: float) -> None:

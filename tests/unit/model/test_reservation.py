@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from datetime import datetime
 from itertools import islice
 
-import pytest
+from zones import zone_fixture
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.reservation import Flag, Reservation, at, clash, first_day, may_use, occurrences
@@ -15,13 +13,7 @@ from hpcsched.model.reservation import Flag, Reservation, at, clash, first_day, 
 HOUR = 3600
 
 
-@pytest.fixture(autouse=True)
-def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "Europe/Berlin")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
+berlin = zone_fixture("Europe/Berlin")
 
 
 def local(*moment: int) -> int:

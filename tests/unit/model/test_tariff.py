@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from zones import zone_fixture
 
 from hpcsched.errors import RequestError
 from hpcsched.model.tariff import (
@@ -25,13 +24,7 @@ NIGHT = {"default": 0.31, "Mo-Fr 22:00-06:00": 0.22}
 HOUR_S = 3600.0
 
 
-@pytest.fixture(autouse=True)
-def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "Europe/Berlin")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
+berlin = zone_fixture("Europe/Berlin")
 
 
 def at(*when: int) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from unit.sim.traces import PROCS, traces
+from zones import zone_fixture
 
 from hpcsched.planner import capacity
 from hpcsched.planner.capacity import (
@@ -128,13 +127,7 @@ def test_without_jobs_all_figures_are_0() -> None:
     assert (found.waits.jobs, found.waits.mean_s, found.utilization, found.gpu_utilization) == (0, 0.0, 0.0, 0.0)
 
 
-@pytest.fixture
-def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
-    time.tzset()
-    yield
-    os.environ.pop("TZ")
-    time.tzset()
+berlin = zone_fixture("CET-1CEST,M3.5.0,M10.5.0/3", autouse=False)
 
 
 @pytest.mark.usefixtures("berlin")

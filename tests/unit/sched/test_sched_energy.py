@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 
 import pytest
 from unit.sched.world import World, world
+from zones import zone_fixture
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Circuit
@@ -25,13 +24,7 @@ NIGHT = Tariff(kwh=price_of({"default": 0.4, "22:00-06:00": 0.2}))
 HOUR_S = 3600.0
 
 
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
+utc = zone_fixture("UTC")
 
 
 def powered(sketch: World, *circuits: Circuit, gpu_power: int = 0) -> Snapshot:
