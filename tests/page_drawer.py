@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,14 +17,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from chromium import chromium
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from jobs import T0
 from PIL import Image
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Page, Route
 from starlette.testclient import TestClient
 from unit.controller.cluster import ANN, BOB, Cluster
 from waiting import PATIENCE_S
+from zones import time_zone
 
 import hpcsched
 from hpcsched.gateway.app import COOKIE, GatewayApp
@@ -42,7 +42,6 @@ sys.path.insert(0, str(Path(__file__).parent / "unit" / "gateway"))
 
 from test_pages import Controller, alert  # noqa: E402
 
-CHROMIUM = shutil.which("chromium")
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"},
     "dark": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "dark"},
@@ -55,8 +54,7 @@ select, input, textarea, meter { appearance: none !important; resize: none !impo
 meter { background: var(--s0) !important; } meter::-webkit-meter-inner-element { display: none !important; }
 summary { list-style: none !important; }
 """
-ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--font-render-hinting=none", "--disable-lcd-text"]
-ARGUMENTS += ["--force-color-profile=srgb", "--hide-scrollbars"]
+ARGUMENTS = ("--font-render-hinting=none", "--disable-lcd-text", "--force-color-profile=srgb", "--hide-scrollbars")
 Changed = Callable[[str], str]  # of the style sheet
 
 
@@ -181,15 +179,10 @@ class Drawer:
 @contextmanager
 def drawing(controller: Controller, *, boxes: bool) -> Iterator[Drawer]:
     """Draw the pages of a controller, as an administrator sees them, in UTC; with `boxes` as letters, or with fonts."""
-    with pytest.MonkeyPatch.context() as patch, sync_playwright() as playwright:
-        patch.setenv("TZ", "UTC")
+    with pytest.MonkeyPatch.context() as patch, time_zone("UTC"), chromium(*ARGUMENTS) as browser:
         patch.setattr(hpcsched, "__version__", "1.0.0")
-        time.tzset()
         settings = replace(controller.cluster.state.config.gateway, rate=1e6, burst=1e6)
         app = GatewayApp(controller, settings)  # type: ignore[arg-type]
         client = TestClient(app.asgi(Pages(Site(app)).routes()), base_url="https://head", cookies={COOKIE: "roots"})
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         with client:
             yield Drawer(browser, client, PLAIN + font_faces() if boxes else "")
-        browser.close()
-    time.tzset()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +12,15 @@ pytest.importorskip("playwright")
 pytest.importorskip("uvicorn")
 pytest.importorskip("jupyter_server")
 
+from chromium import NEEDS_CHROMIUM, chromium
 from gateway_server import Served, serving
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 from served_job import Browser, submit
 from waiting import PATIENCE_S
 
 from hpcsched.gateway.site import HERE
 
-CHROMIUM = shutil.which("chromium")
-CI = os.environ.get("CI") == "true"
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not CI, reason="NOT TESTED: needs Debian's chromium")
+pytestmark = NEEDS_CHROMIUM
 expect.set_options(timeout=PATIENCE_S * 1000)
 
 RUN_CELL = """async () => {
@@ -75,15 +72,13 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def page(served: Served) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with chromium() as browser:
         page = browser.new_context(ignore_https_errors=True).new_page()
         page.set_default_timeout(PATIENCE_S * 1000)
         page.goto(served.cluster.run("hpcsched", "web").stdout.strip())
         page.get_by_role("button", name="Log in").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
         yield page
-        browser.close()
 
 
 def at(served: Served, path: str) -> str:

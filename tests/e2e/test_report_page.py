@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,16 +10,15 @@ import pytest
 
 pytest.importorskip("playwright")
 
-from playwright.sync_api import Page, sync_playwright
+from chromium import NEEDS_CHROMIUM, chromium
+from playwright.sync_api import Page
 
 from hpcsched.cli import hreport
 from hpcsched.cli.hreport import ReportRow, UsageReport
 from hpcsched.metrics.usage_report import NodeTime, Period, UsageRow, total_of
 from hpcsched.model.tariff import EnergyPrices, PeriodPrices, PriceSteps
 
-CHROMIUM = shutil.which("chromium")
-CI = os.environ.get("CI") == "true"
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not CI, reason="NOT TESTED: needs Debian's chromium")
+pytestmark = NEEDS_CHROMIUM
 A4_POINTS, INCH = (595, 842), 96
 WIDTH_MM, MARGIN_MM = 210, 15
 ALL = list(hreport.TITLES)
@@ -29,10 +26,8 @@ ALL = list(hreport.TITLES)
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with chromium() as browser:
         yield browser.new_page()
-        browser.close()
 
 
 def report(users: int) -> str:

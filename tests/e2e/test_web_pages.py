@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,12 @@ import pytest
 pytest.importorskip("playwright")
 pytest.importorskip("uvicorn")
 
+from chromium import NEEDS_CHROMIUM, chromium
 from gateway_server import Served, serving
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 from waiting import PATIENCE_S, wait_until
 
-CHROMIUM = shutil.which("chromium")
-CI = os.environ.get("CI") == "true"
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not CI, reason="NOT TESTED: needs Debian's chromium")
+pytestmark = NEEDS_CHROMIUM
 expect.set_options(timeout=PATIENCE_S * 1000)
 
 
@@ -32,8 +29,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def page(served: Served) -> Iterator[Page]:
     """A page of a browser with a session; nothing is written to the console, and no policy is violated."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with chromium() as browser:
         page = browser.new_context(ignore_https_errors=True).new_page()
         page.set_default_timeout(PATIENCE_S * 1000)
         wrong: list[str] = []
@@ -43,7 +39,6 @@ def page(served: Served) -> Iterator[Page]:
         page.get_by_role("button", name="Log in").click()
         yield page
         assert wrong == []
-        browser.close()
 
 
 KEYS = (

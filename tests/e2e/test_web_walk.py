@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,16 +13,14 @@ pytest.importorskip("httpx")
 pytest.importorskip("fontTools")
 pytest.importorskip("PIL")
 
+from chromium import NEEDS_CHROMIUM
 from page_drawer import Controller, drawing, lab
 from unit.controller.cluster import ANN, Cluster
 
 from hpcsched.lifecycle.node import NodeDrained
 from hpcsched.model.ids import NodeName
 
-CI = os.environ.get("CI") == "true"
-pytestmark = pytest.mark.skipif(
-    shutil.which("chromium") is None and not CI, reason="NOT TESTED: needs Debian's chromium"
-)
+pytestmark = NEEDS_CHROMIUM
 
 PAGES = [
     "/",

@@ -7,7 +7,6 @@ anew, after looking at the difference: ``HPCSCHED_UPDATE_GOLDEN=1 pytest tests/g
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +18,11 @@ pytest.importorskip("httpx")
 pytest.importorskip("fontTools")
 pytest.importorskip("PIL")
 
+from chromium import NEEDS_CHROMIUM
 from page_drawer import LOOKS, Drawer, drawing, lab
 from PIL import Image, ImageChops
 
-CI = os.environ.get("CI") == "true"
-pytestmark = pytest.mark.skipif(
-    shutil.which("chromium") is None and not CI, reason="NOT TESTED: needs Debian's chromium"
-)
+pytestmark = NEEDS_CHROMIUM
 
 PICTURES = Path(__file__).parent / "pictures"
 PAGES = {
