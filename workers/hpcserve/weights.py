@@ -1,0 +1,461 @@
+"""The weights of a model, read from safetensors files by slices.
+
+A rank reads its rows or columns of a matrix alone, with pread; nothing is mapped.  Does not know families or kernels.
+
+Quantized files are safetensors, too, and config.json says so: `"hpcserve": {"weights": "int8"}` or `"int4"`.  A matrix NAME
+(with `.weight`) of `out` rows and `in` columns is replaced; vectors, embeddings and routers stay floats.  A GPT-2 matrix, which
+is stored as columns and rows, is turned round first.
+  int8:  NAME.int8    [out, in]     int8      value = int8 * scale, by row
+         NAME.scale   [out]         float32
+  int4:  NAME.int4    [out, in / 2]  uint8     two numbers 0 to 15: the even column in the low half
+         NAME.scales  [out, in / 32] float16   value = (number - 8) * scale + zero, by groups of 32 columns
+         NAME.zeros   [out, in / 32] float16
+`quantized_int8` and `quantized_int4` return these tensors.
+
+Rules: headers are hostile: lengths, offsets and types are checked before anything is read.  Files stay open, and a file that
+changes while it is read is an error.  Weights that are not finite are refused with the tensor's name.  Files of pickle are
+refused; so are links that leave the directory, unless they are Hugging Face's links to blobs.
+Sources: the format's description (huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcserve.config import CONFIG_NAME
+from hpcserve.errors import ModelFileError
+from hpcserve.split import Span
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
+HEADER_LIMIT_BYTES = 100_000_000  # the format's own
+INDEX_LIMIT_BYTES = 100_000_000
+MOST_FILES = 4096
+STRIPE_BYTES = 8 << 20
+SHORTEST_RUN_BYTES = 2048  # of a row: shorter ones are cut out of whole rows
+SAMPLES_OF_A_FILE = 64
+SAMPLE_BYTES = 4096
+GROUP_COLUMNS = 32  # of int4
+LARGEST_INT8 = 127
+LENGTH = struct.Struct("<Q")
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor is: its file by number, and the offset of its first byte there."""
+
+    file: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Weight:
+    """A matrix as int8 with a scale for each row."""
+
+    values: Tensor
+    scale: Tensor
+
+    def floats(self) -> Tensor:
+        """Return the matrix as float32."""
+        return self.values.float() * self.scale[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Weight:
+    """A matrix as pairs of 4-bit numbers, with scales and zeros for groups of columns."""
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def floats(self) -> Tensor:
+        """Return the matrix as float32."""
+        numbers = torch.stack((self.values & 15, self.values >> 4), -1).flatten(1).float() - 8
+        groups = numbers.view(len(numbers), -1, GROUP_COLUMNS)
+        return (groups * self.scales.float()[..., None] + self.zeros.float()[..., None]).flatten(1)
+
+
+def quantized_int8(weight: Tensor) -> Int8Weight:
+    """Return a matrix [out, in] as int8; a row of zeros has a scale of 1."""
+    rows = weight.float()
+    scale = rows.abs().amax(1) / LARGEST_INT8
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return Int8Weight(values=torch.round(rows / scale[:, None]).to(torch.int8), scale=scale)
+
+
+def quantized_int4(weight: Tensor) -> Int4Weight:
+    """Return a matrix [out, in] as int4; `in` is a multiple of 32."""
+    groups = weight.float().view(len(weight), -1, GROUP_COLUMNS)
+    low, high = groups.amin(2), groups.amax(2)
+    scales = ((high - low) / 15).half()
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    zeros = (low + 8 * scales.float()).half()
+    numbers = torch.round((groups - zeros.float()[..., None]) / scales.float()[..., None]) + 8
+    numbers = numbers.clamp_(0, 15).to(torch.uint8).flatten(1)
+    return Int4Weight(values=numbers[:, ::2] | (numbers[:, 1::2] << 4), scales=scales, zeros=zeros)
+
+
+class Checkpoint:
+    """The open weight files of a model's directory; `bytes_read` counts what was read of tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open all files and check their headers.
+
+        Raises:
+            ModelFileError: a file is missing, damaged, truncated or not supported.
+        """
+        self.directory = directory
+        self.bytes_read = 0
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: list[_File] = []
+        try:
+            for name, wanted in _shards(directory).items():
+                self._open(name, wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str, wanted: frozenset[str] | None) -> None:
+        number = len(self._files)
+        file = _File(self.directory, name)
+        self._files.append(file)
+        found = file.tensors(number)
+        missing = sorted((wanted or frozenset()) - found.keys())
+        if missing:
+            raise ModelFileError(
+                f"cannot read {file.path!r}: {INDEX_NAME} says that it has {missing[0]!r}; it does not"
+            )
+        twice = sorted(found.keys() & self.tensors.keys())
+        if twice:
+            raise ModelFileError(f"cannot read {file.path!r}: {twice[0]!r} is in another file, too")
+        self.tensors.update(found)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor.
+
+        Raises:
+            ModelFileError: the model has no such tensor.
+        """
+        return self._stored(name).shape
+
+    def _stored(self, name: str) -> StoredTensor:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise ModelFileError(f"cannot read {str(self.directory)!r}: tensor {name!r} is missing") from None
+
+    def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        """Return a tensor, or rows of it, or columns of a matrix, in the type of the file.
+
+        Raises:
+            ModelFileError: it is missing, is outside, is not finite, or its file has changed.
+        """
+        stored = self._stored(name)
+        file = self._files[stored.file]
+        shape = stored.shape
+        for span, axis in ((rows, 0), (columns, 1)):
+            if span is not None and (axis >= len(shape) or not 0 <= span.start <= span.stop <= shape[axis]):
+                raise ModelFileError(f"cannot read {span} of axis {axis} of {name!r}: its shape is {list(shape)}")
+        if columns is None:
+            tensor, count = file.read_rows(stored, rows)
+        else:
+            tensor, count = file.read_columns(stored, rows or Span(0, shape[0]), columns)
+        self.bytes_read += count
+        file.check_unchanged()
+        if tensor.is_floating_point() and not _finite(tensor):
+            raise ModelFileError(
+                f"cannot serve the model: tensor {name!r} in {file.path!r} has NaN or infinite numbers"
+            )
+        return tensor
+
+    def matrix(
+        self, name: str, rows: Span | None = None, columns: Span | None = None
+    ) -> Tensor | Int8Weight | Int4Weight:
+        """Return a matrix, or a part of it, as it is stored: floats, int8 or int4.
+
+        Columns of an int4 matrix that cut a group are returned as float32.
+        """
+        if f"{name}.int8" in self.tensors:
+            return Int8Weight(
+                values=self.read(f"{name}.int8", rows, columns), scale=self.read(f"{name}.scale", rows).float()
+            )
+        if f"{name}.int4" in self.tensors:
+            return self._int4(name, rows, columns)
+        return self.read(name, rows, columns)
+
+    def _int4(self, name: str, rows: Span | None, columns: Span | None) -> Tensor | Int4Weight:
+        wanted = columns or Span(0, 2 * self.shape(f"{name}.int4")[1])
+        groups = Span(wanted.start // GROUP_COLUMNS, -(-wanted.stop // GROUP_COLUMNS))
+        whole = Int4Weight(
+            values=self.read(f"{name}.int4", rows, Span(groups.start * 16, groups.stop * 16)),
+            scales=self.read(f"{name}.scales", rows, groups),
+            zeros=self.read(f"{name}.zeros", rows, groups),
+        )
+        start = wanted.start - groups.start * GROUP_COLUMNS
+        if start == 0 and len(wanted) == len(groups) * GROUP_COLUMNS:
+            return whole
+        return whole.floats()[:, start : start + len(wanted)].contiguous()
+
+    def version(self) -> str:
+        """Return a hash of the model: configuration, tokenizer, headers, and samples of the weights.
+
+        Two models that differ in a few single weights alone may have the same version.
+        """
+        digest = hashlib.sha256()
+        for name in (CONFIG_NAME, INDEX_NAME, *TOKENIZER_NAMES):
+            path = self.directory / name
+            content = path.read_bytes() if path.is_file() else b""
+            digest.update(LENGTH.pack(len(content)))
+            digest.update(content)
+        for file in self._files:
+            for piece in file.samples():
+                digest.update(piece)
+        return digest.hexdigest()[:16]
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Return whether all numbers are finite; a finite sum needs no second look."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
+def _shards(directory: Path) -> Mapping[str, frozenset[str] | None]:
+    """Return the names of weight files, each with the tensors that the index expects there.
+
+    Raises:
+        ModelFileError: there are none, or the index is damaged.
+    """
+    if not directory.is_dir():
+        raise ModelFileError(f"cannot read {str(directory)!r}: it is not a directory")
+    index = directory / INDEX_NAME
+    if index.is_file():
+        return _index(index)
+    if (directory / SINGLE_NAME).exists():
+        return {SINGLE_NAME: None}
+    if next(directory.glob("*.bin"), None) or next(directory.glob("*.pt*"), None):
+        raise ModelFileError(
+            f"cannot read {str(directory)!r}: its weights are pickle files, which can run code; "
+            "convert them to safetensors: model.save_pretrained(DIRECTORY) in transformers"
+        )
+    raise ModelFileError(f"cannot read {str(directory)!r}: it has neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def _index(path: Path) -> Mapping[str, frozenset[str]]:
+    try:
+        if path.stat().st_size > INDEX_LIMIT_BYTES:
+            raise ModelFileError(f"cannot read {str(path)!r}: it is larger than {INDEX_LIMIT_BYTES} bytes")
+        table = json.loads(path.read_bytes())["weight_map"]
+        pairs = sorted((str(file), str(name)) for name, file in table.items())
+    except OSError as error:
+        raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ModelFileError(f"cannot read {str(path)!r}: it has no weight_map") from None
+    files = {
+        file: frozenset(name for _, name in group) for file, group in itertools.groupby(pairs, key=lambda pair: pair[0])
+    }
+    if not files or len(files) > MOST_FILES:
+        raise ModelFileError(f"cannot read {str(path)!r}: it names {len(files)} files; 1 to {MOST_FILES} are possible")
+    return files
+
+
+class _File:
+    """An open safetensors file."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        path = directory / name
+        self.path = str(path)
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelFileError(f"cannot read {self.path!r}: {name!r} is not the name of a safetensors file")
+        if not _stays_inside(path):
+            raise ModelFileError(f"cannot read {self.path!r}: it is a link out of the model's directory")
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelFileError(f"cannot read {self.path!r}: {error.strerror}") from None
+        self._state = self._now()
+        self._header = b""
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _now(self) -> tuple[int, ...]:
+        """Return what shows whether the file at the path is still this one, unchanged."""
+        try:
+            opened, there = os.fstat(self._fd), os.stat(self.path)
+        except OSError as error:
+            raise ModelFileError(f"cannot read {self.path!r}: {error.strerror}") from None
+        return opened.st_size, opened.st_mtime_ns, opened.st_ino, opened.st_dev, there.st_ino, there.st_dev
+
+    def check_unchanged(self) -> None:
+        """Check that the file is the one that was opened.
+
+        Raises:
+            ModelFileError: it was changed or replaced.
+        """
+        if self._now() != self._state:
+            raise ModelFileError(f"cannot read {self.path!r}: the file was changed or replaced after it was opened")
+
+    def tensors(self, number: int) -> dict[str, StoredTensor]:
+        """Return the tensors that the header describes.
+
+        Raises:
+            ModelFileError: the header is damaged, or the file is shorter than it says.
+        """
+        size = self._state[0]
+        head = os.pread(self._fd, LENGTH.size, 0)
+        length = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
+        if not 2 <= length <= min(HEADER_LIMIT_BYTES, size - LENGTH.size):
+            raise ModelFileError(
+                f"cannot read {self.path!r}: its header has {length} bytes and the file {size}; "
+                "it is truncated or not a safetensors file"
+            )
+        content = os.pread(self._fd, length, LENGTH.size)
+        try:
+            table = json.loads(content)
+        except (ValueError, RecursionError):
+            table = None
+        if not isinstance(table, dict):
+            raise ModelFileError(f"cannot read {self.path!r}: its header is not a JSON object")
+        self._header = content
+        first = LENGTH.size + length
+        table.pop("__metadata__", None)
+        spans = {name: _checked(self.path, name, entry, size - first) for name, entry in table.items()}
+        for (_, before), (name, after) in itertools.pairwise(sorted(spans.items(), key=lambda item: item[1][:2])):
+            if after[0] < before[1]:
+                raise ModelFileError(f"cannot read {self.path!r}: tensor {name!r} overlaps another one")
+        return {
+            name: StoredTensor(file=number, offset=first + start, shape=shape, dtype=dtype)
+            for name, (start, _, shape, dtype) in spans.items()
+        }
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        """Read as many bytes as the target has.
+
+        Raises:
+            ModelFileError: the file ends before.
+        """
+        while target:
+            try:
+                count = os.preadv(self._fd, [target], offset)
+            except OSError as error:
+                raise ModelFileError(f"cannot read {self.path!r}: {error.strerror}") from None
+            if not count:
+                raise ModelFileError(f"cannot read {self.path!r}: it ends at {offset}; it is truncated")
+            target, offset = target[count:], offset + count
+
+    def read_rows(self, stored: StoredTensor, rows: Span | None) -> tuple[Tensor, int]:
+        """Return consecutive rows, or all, and the bytes that were read."""
+        shape = stored.shape if rows is None else (len(rows), *stored.shape[1:])
+        tensor = torch.empty(shape, dtype=stored.dtype)
+        target = _bytes_of(tensor)
+        before = 0 if rows is None or not len(rows) else rows.start * len(target) // len(rows)
+        self._fill(target, stored.offset + before)
+        return tensor, len(target)
+
+    def read_columns(self, stored: StoredTensor, rows: Span, columns: Span) -> tuple[Tensor, int]:
+        """Return columns of some rows, and the bytes that were read."""
+        item = stored.dtype.itemsize
+        stride, width = stored.shape[1] * item, len(columns) * item
+        tensor = torch.empty((len(rows), len(columns)), dtype=stored.dtype)
+        first = stored.offset + rows.start * stride
+        if stride == width or width == 0:
+            target = _bytes_of(tensor)
+            self._fill(target, first)
+            return tensor, len(target)
+        if width >= SHORTEST_RUN_BYTES:
+            target = _bytes_of(tensor)
+            for row in range(len(rows)):
+                at = row * width
+                self._fill(target[at : at + width], first + row * stride + columns.start * item)
+            return tensor, len(target)
+        step = max(1, STRIPE_BYTES // stride)
+        stripe = torch.empty((min(step, len(rows)), stored.shape[1]), dtype=stored.dtype)
+        for row in range(0, len(rows), step):
+            part = stripe[: min(step, len(rows) - row)]
+            self._fill(_bytes_of(part), first + row * stride)
+            tensor[row : row + len(part)] = part[:, columns.start : columns.stop]
+        return tensor, len(rows) * stride
+
+    def samples(self) -> Iterator[bytes]:
+        """Yield the header and pieces from all over the file."""
+        size = self._state[0]
+        yield LENGTH.pack(size)
+        yield self._header
+        for index in range(SAMPLES_OF_A_FILE):
+            yield os.pread(self._fd, SAMPLE_BYTES, max(0, size - SAMPLE_BYTES) * index // (SAMPLES_OF_A_FILE - 1))
+
+
+def _stays_inside(path: Path) -> bool:
+    """Return whether a file is in its own directory, or a link of a Hugging Face cache to a blob of the same model."""
+    target, directory = path.resolve(), path.parent.resolve()
+    if target.parent == directory:
+        return True
+    return directory.parent.name == "snapshots" and target.parent == directory.parent.parent / "blobs"
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(bytearray())
+
+
+def _checked(path: str, name: str, entry: Any, size: int) -> tuple[int, int, tuple[int, ...], torch.dtype]:
+    """Return first byte, end, shape and type of a tensor in the data of `size` bytes.
+
+    Raises:
+        ModelFileError: the header's entry is impossible.
+    """
+    trouble = f"cannot read {path!r}: tensor {name!r}"
+    try:
+        start, stop = entry["data_offsets"]
+        shape, dtype = tuple(entry["shape"]), TYPES.get(entry["dtype"])
+    except (KeyError, TypeError, ValueError):
+        raise ModelFileError(f"{trouble} has no type, shape or offsets") from None
+    if dtype is None:
+        raise ModelFileError(f"{trouble} has type {entry['dtype']!r}; supported are {', '.join(TYPES)}")
+    if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
+        raise ModelFileError(f"{trouble} has negative or broken offsets or shape")
+    if stop - start != dtype.itemsize * math.prod(shape):
+        raise ModelFileError(f"{trouble} has {stop - start} bytes, which is not the size of {list(shape)}")
+    if stop > size:
+        raise ModelFileError(f"{trouble} ends at {stop}, after the end of the file at {size}: the file is truncated")
+    return start, stop, shape, dtype
