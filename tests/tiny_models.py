@@ -1,7 +1,7 @@
 """Tiny random models of each family, as Hugging Face keeps them: config.json, model.safetensors and a trained tokenizer.
 
-`tiny_model(directory, family)` writes one, in milliseconds and without transformers.  The vocabulary has 320 tokens: bytes, merges, and the
-special tokens `<s>`, `</s>`, `<|user|>` and `<|assistant|>` that the chat template uses.
+`tiny_model(directory, family)` writes one, in milliseconds and without transformers.  The vocabulary has 320 tokens: bytes,
+merges, and the special tokens `<s>`, `</s>`, `<|user|>` and `<|assistant|>` that the chat template uses.
 """
 
 from __future__ import annotations

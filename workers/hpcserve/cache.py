@@ -48,7 +48,10 @@ class KvCache:
 
 
 def run_of(blocks: Sequence[int], start: int, stop: int) -> tuple[int, int] | None:
-    """Return first and last place in the cache of positions `start` to `stop`, if their blocks follow each other."""
+    """Return the places in the cache of positions `start` to `stop`, from and up to.
+
+    None: their blocks do not follow each other.
+    """
     first, last = start // BLOCK_POSITIONS, (stop - 1) // BLOCK_POSITIONS
     used = blocks[first : last + 1]
     if any(block != used[0] + index for index, block in enumerate(used)):

@@ -36,7 +36,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 log = logging.getLogger(__name__)
 
 
-class Family(enum.StrEnum):
+class ModelFamily(enum.StrEnum):
     """A family of models, by its `model_type`."""
 
     LLAMA = "llama"
@@ -50,14 +50,14 @@ class Family(enum.StrEnum):
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Family.LLAMA,
-    "MistralForCausalLM": Family.MISTRAL,
-    "Qwen2ForCausalLM": Family.QWEN2,
-    "Qwen3ForCausalLM": Family.QWEN3,
-    "Qwen3MoeForCausalLM": Family.QWEN3_MOE,
-    "GPT2LMHeadModel": Family.GPT2,
-    "Gemma2ForCausalLM": Family.GEMMA2,
-    "Gemma3ForCausalLM": Family.GEMMA3,
+    "LlamaForCausalLM": ModelFamily.LLAMA,
+    "MistralForCausalLM": ModelFamily.MISTRAL,
+    "Qwen2ForCausalLM": ModelFamily.QWEN2,
+    "Qwen3ForCausalLM": ModelFamily.QWEN3,
+    "Qwen3MoeForCausalLM": ModelFamily.QWEN3_MOE,
+    "GPT2LMHeadModel": ModelFamily.GPT2,
+    "Gemma2ForCausalLM": ModelFamily.GEMMA2,
+    "Gemma3ForCausalLM": ModelFamily.GEMMA3,
 }
 
 
@@ -122,7 +122,7 @@ class ModelConfig:
     the whole context, a rope of None means learned positions.
     """
 
-    family: Family
+    family: ModelFamily
     hidden: int
     layers: int
     heads: int
@@ -202,17 +202,17 @@ def parse_config(values: Mapping[str, Any]) -> ModelConfig:
     if values.get("quantization_config"):
         raise ModelFileError("quantization_config is not supported; use the original model and 'hserve quantize'")
     fields = _Fields(values)
-    config = _gpt2(fields) if family is Family.GPT2 else _rotary_model(family, fields)
+    config = _gpt2(fields) if family is ModelFamily.GPT2 else _rotary_model(family, fields)
     _check(config)
     return config
 
 
-def _family(values: Mapping[str, Any]) -> Family:
+def _family(values: Mapping[str, Any]) -> ModelFamily:
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     if name is None:
         try:
-            return Family(values.get("model_type", ""))
+            return ModelFamily(values.get("model_type", ""))
         except ValueError:
             name = f"model_type {values.get('model_type')!r}"
     if name not in ARCHITECTURES:
@@ -293,7 +293,7 @@ def _gpt2(fields: _Fields) -> ModelConfig:
         if fields.flag(name, default=usual) is not usual:
             raise ModelFileError(f"{name} {not usual} is not supported")
     return ModelConfig(
-        family=Family.GPT2,
+        family=ModelFamily.GPT2,
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -319,9 +319,9 @@ def _gpt2(fields: _Fields) -> ModelConfig:
     )
 
 
-def _rotary_model(family: Family, fields: _Fields) -> ModelConfig:
-    gemma = family in (Family.GEMMA2, Family.GEMMA3)
-    moe = family is Family.QWEN3_MOE
+def _rotary_model(family: ModelFamily, fields: _Fields) -> ModelConfig:
+    gemma = family in (ModelFamily.GEMMA2, ModelFamily.GEMMA3)
+    moe = family is ModelFamily.QWEN3_MOE
     hidden = fields.number("hidden_size")
     heads = fields.number("num_attention_heads")
     head_dim = fields.number("head_dim", 256 if gemma else hidden // heads)
@@ -347,10 +347,10 @@ def _rotary_model(family: Family, fields: _Fields) -> ModelConfig:
         windows=tuple(window if kind == SLIDING else None for kind in types),
         ropes=tuple(_rope(family, fields, kind) for kind in types),
         score_scale=fields.real("query_pre_attn_scalar", 256.0) ** -0.5 if gemma else head_dim**-0.5,
-        qkv_bias=family is Family.QWEN2 or bias,
+        qkv_bias=family is ModelFamily.QWEN2 or bias,
         out_bias=bias,
-        ffn_bias=family is Family.LLAMA and fields.flag("mlp_bias"),
-        qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
+        ffn_bias=family is ModelFamily.LLAMA and fields.flag("mlp_bias"),
+        qk_norm=family in (ModelFamily.QWEN3, ModelFamily.QWEN3_MOE, ModelFamily.GEMMA3),
         post_norms=gemma,
         embedding_scale=math.sqrt(hidden) if gemma else 1.0,
         attention_softcap=fields.optional_real("attn_logit_softcapping") if gemma else None,
@@ -374,34 +374,34 @@ def _experts(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _layer_types(family: Family, fields: _Fields, layers: int) -> list[str]:
+def _layer_types(family: ModelFamily, fields: _Fields, layers: int) -> list[str]:
     """Return for each layer whether it sees a window or the whole context."""
     given = fields.get("layer_types")
     if given is not None:
         if not isinstance(given, list) or len(given) != layers or any(one not in (SLIDING, FULL) for one in given):
             raise ModelFileError(f"layer_types is {given!r}; it has to be {layers} times {SLIDING} or {FULL}")
         return given
-    if family is Family.GEMMA2:
+    if family is ModelFamily.GEMMA2:
         return [FULL if index % 2 else SLIDING for index in range(layers)]
-    if family is Family.GEMMA3:
+    if family is ModelFamily.GEMMA3:
         name = "sliding_window_pattern" if fields.get("sliding_window_pattern") else "_sliding_window_pattern"
         pattern = fields.number(name, GEMMA3_PATTERN)
         return [SLIDING if (index + 1) % pattern else FULL for index in range(layers)]
-    if family is Family.MISTRAL:
+    if family is ModelFamily.MISTRAL:
         return [SLIDING if fields.get("sliding_window") is not None else FULL] * layers
-    if family is Family.LLAMA or not fields.flag("use_sliding_window"):
+    if family is ModelFamily.LLAMA or not fields.flag("use_sliding_window"):
         return [FULL] * layers
-    first = 0 if family is Family.QWEN3_MOE else fields.number("max_window_layers", 28)
+    first = 0 if family is ModelFamily.QWEN3_MOE else fields.number("max_window_layers", 28)
     return [SLIDING if index >= first else FULL for index in range(layers)]
 
 
-def _rope(family: Family, fields: _Fields, layer_type: str) -> RopeSettings:
-    """Return the rotary positions of a type of layers: of the old form (`rope_scaling`) or the new one."""
+def _rope(family: ModelFamily, fields: _Fields, layer_type: str) -> RopeSettings:
+    """Return the rotary positions of a type of layers, from `rope_scaling` or `rope_parameters`."""
     given = fields.get("rope_parameters")
     if given is None:
         given = dict(_object("rope_scaling", fields.get("rope_scaling", {})))
-        theta = fields.real("rope_theta", GEMMA3_THETA if family is Family.GEMMA3 else DEFAULT_THETA)
-        if family is Family.GEMMA3 and layer_type == SLIDING:
+        theta = fields.real("rope_theta", GEMMA3_THETA if family is ModelFamily.GEMMA3 else DEFAULT_THETA)
+        if family is ModelFamily.GEMMA3 and layer_type == SLIDING:
             given, theta = {}, fields.real("rope_local_base_freq", DEFAULT_THETA)
         given.setdefault("rope_theta", theta)
     given = _object("rope_parameters", given)
@@ -444,7 +444,7 @@ def _check(config: ModelConfig) -> None:
             f"{config.heads} attention heads cannot be divided into {config.kv_groups} key-value heads: "
             "num_attention_heads has to be a multiple of num_key_value_heads"
         )
-    if config.family is Family.GPT2 and config.hidden % config.heads:
+    if config.family is ModelFamily.GPT2 and config.hidden % config.heads:
         raise ModelFileError(f"n_embd {config.hidden} has to be a multiple of n_head {config.heads}")
     if config.head_dim < 1 or (config.head_dim % 2 and not config.learned_positions):
         raise ModelFileError(f"head_dim {config.head_dim} has to be an even number above 0")

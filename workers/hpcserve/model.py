@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcserve.cache import KvCache, run_of
-from hpcserve.config import CONFIG_NAME, Activation, Family, ModelConfig, NormKind, RopeKind, RopeSettings
+from hpcserve.config import CONFIG_NAME, Activation, ModelConfig, ModelFamily, NormKind, RopeKind, RopeSettings
 from hpcserve.errors import ModelFileError, ServeError
 from hpcserve.kernels import Linear, Weight, WeightKind, make_linear, stacked
 from hpcserve.split import ModelPart, Span
 from hpcserve.steps import BLOCK_POSITIONS, ForwardStep, StepRow
-from hpcserve.weights import Checkpoint
+from hpcserve.weights import WeightFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,13 +268,13 @@ class DecoderLayer:
     down_bias: Tensor | None
 
 
-class Model:
+class DecoderModel:
     """One rank's part of a model, with its cache."""
 
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        checkpoint: WeightFiles,
         part: ModelPart,
         kind: WeightKind | str,
         *,
@@ -333,7 +333,10 @@ class Model:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, plan: ForwardStep) -> Tensor:
-        """Return the logits [wanted tokens, vocabulary of the part], float32, of a last stage's hidden states."""
+        """Return the float32 logits [wanted tokens, vocabulary of the part].
+
+        `hidden` is what `forward` of the last stage returned.
+        """
         wanted: list[int] = []
         end = 0
         for row in plan.rows:
@@ -461,10 +464,10 @@ class _Loader:
     """Reads the weights of a part under the names of the model's family."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, part: ModelPart, kind: WeightKind, device: torch.device
+        self, config: ModelConfig, checkpoint: WeightFiles, part: ModelPart, kind: WeightKind, device: torch.device
     ) -> None:
         self.config, self.checkpoint, self.part, self.kind, self.device = config, checkpoint, part, kind, device
-        self.names = GPT2_NAMES if config.family is Family.GPT2 else ROTARY_NAMES
+        self.names = GPT2_NAMES if config.family is ModelFamily.GPT2 else ROTARY_NAMES
         self.prefix = self.names.prefix
         if self.prefix + self.names.embedding not in checkpoint.tensors:
             self.prefix = ""  # files of the decoder without its head

@@ -122,8 +122,8 @@ def quantized_int4(weight: Tensor) -> Int4Weight:
     return Int4Weight(values=numbers[:, ::2] | (numbers[:, 1::2] << 4), scales=scales, zeros=zeros)
 
 
-class Checkpoint:
-    """The open weight files of a model's directory; `bytes_read` counts what was read of tensors."""
+class WeightFiles:
+    """The open weight files of a model; `bytes_read` counts what was read of tensors."""
 
     def __init__(self, directory: Path) -> None:
         """Open all files and check their headers.
@@ -162,7 +162,7 @@ class Checkpoint:
         for file in self._files:
             file.close()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> WeightFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -235,7 +235,7 @@ class Checkpoint:
         return whole.floats()[:, start : start + len(wanted)].contiguous()
 
     def version(self) -> str:
-        """Return a hash of the model: configuration, tokenizer, headers, and samples of the weights.
+        """Return a hash of configuration, tokenizer, headers, and samples of the weights.
 
         Two models that differ in a few single weights alone may have the same version.
         """
@@ -426,7 +426,10 @@ class _File:
 
 
 def _stays_inside(path: Path) -> bool:
-    """Return whether a file is in its own directory, or a link of a Hugging Face cache to a blob of the same model."""
+    """Return whether a file is in its directory.
+
+    Links of a Hugging Face cache to a blob of the same model count as inside.
+    """
     target, directory = path.resolve(), path.parent.resolve()
     if target.parent == directory:
         return True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,11 @@ import torch
 from tiny_models import FAMILIES, VOCAB, tiny_model
 from torch import Tensor
 
-from hpcserve.config import ModelConfig, read_config
-from hpcserve.model import Model, whole_part
-from hpcserve.split import ModelPart, ModelSplit, Span, spans_of
+from hpcserve.config import read_config
+from hpcserve.model import DecoderModel, whole_part
+from hpcserve.split import ModelPart
 from hpcserve.steps import BLOCK_POSITIONS, ForwardStep, StepRow
-from hpcserve.weights import Checkpoint
+from hpcserve.weights import WeightFiles
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,13 +30,13 @@ def blocks_for(tokens: int, first: int = 0) -> tuple[int, ...]:
     return tuple(range(first, first + -(-tokens // BLOCK_POSITIONS)))
 
 
-def load(directory: Path, kind: str = "fp32", part: ModelPart | None = None) -> Model:
+def load(directory: Path, kind: str = "fp32", part: ModelPart | None = None) -> DecoderModel:
     config = read_config(directory)
-    with Checkpoint(directory) as checkpoint:
-        return Model(config, checkpoint, part or whole_part(config), kind, blocks=BLOCKS)
+    with WeightFiles(directory) as checkpoint:
+        return DecoderModel(config, checkpoint, part or whole_part(config), kind, blocks=BLOCKS)
 
 
-def run(model: Model, plan: ForwardStep) -> Tensor:
+def run(model: DecoderModel, plan: ForwardStep) -> Tensor:
     return model.logits(model.forward(plan, None), plan)
 
 
