@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 
 from hpcsched import paths
+from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import why_refused
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.requests.reservations import check_use
-from hpcsched.errors import ConflictError, PermissionDeniedError, RequestError
+from hpcsched.errors import ConflictError, HpcschedError, PermissionDeniedError, RequestError
 from hpcsched.jobscript.build import check_spec, check_time_min
 from hpcsched.jobscript.signing import check_signed
 from hpcsched.model.accounting import Accounting, Barred, barred, resolve
@@ -61,12 +63,17 @@ Seen = Callable[[int, str], Mapping[int, JobSpec] | None]
 
 
 def submit(
-    tx: Transaction, identity: Identity, request_id: str, specs: list[JobSpec], seen: Seen
+    tx: Transaction,
+    identity: Identity,
+    request_id: str,
+    specs: list[JobSpec],
+    seen: Seen,
+    looks: PartitionLooks | None = None,
 ) -> list[dict[str, int]]:
     """Queue the jobs; return each job's id and number of tasks.
 
     A repeated request id gets its jobs again. `seen` looks a request id up among the committed
-    ones: it returns the jobs of that request with their specs.
+    ones: it returns the jobs of that request with their specs. `looks`: what `looked_at` found.
     """
     known = None
     if request_id:
@@ -76,7 +83,8 @@ def submit(
     authorize(identity, Action.SUBMIT)
     check_account(tx.cluster, identity)
     answers: list[dict[str, int]] = []
-    looks = PartitionLooks(tx.cluster)
+    if looks is None or not looks.holds_for(tx.cluster):
+        looks = PartitionLooks(tx.cluster)
     for number, spec in enumerate(specs):
         try:
             jobs = _submitted(tx, identity, spec, looks)
@@ -140,9 +148,7 @@ def place_of(
 
     Raises: RequestError if the job can never run here.
     """
-    check_spec(spec)
-    reservation = check_use(cluster, identity.user, spec.account, spec.reservation, now_s) if spec.reservation else None
-    partitions = find_partitions(cluster, spec.partition or (reservation.partition if reservation else ""))
+    partitions, reservation = _requested(cluster, identity, spec, now_s)
     limit_s = time_limit_s(cluster, spec, partitions)
     check_time_min(spec.time_min_s, limit_s)
     limits, tasks = cluster.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
@@ -161,6 +167,30 @@ def place_of(
     return admit(cluster, identity.user, spec, partitions, limit_s)
 
 
+def _requested(
+    cluster: ClusterState, identity: Identity, spec: JobSpec, now_s: float
+) -> tuple[list[Partition], Reservation | None]:
+    """Return the partitions and the reservation that a job names."""
+    check_spec(spec)
+    reservation = check_use(cluster, identity.user, spec.account, spec.reservation, now_s) if spec.reservation else None
+    return find_partitions(cluster, spec.partition or (reservation.partition if reservation else "")), reservation
+
+
+async def looked_at(cluster: ClusterState, identity: Identity, specs: list[JobSpec], now_s: float) -> PartitionLooks:
+    """Try the jobs of a request on the nodes, in slices, before the tick that submits them.
+
+    A thousand different jobs on a thousand nodes take seconds. Errors are left to `submit`.
+    """
+    looks, breaks = PartitionLooks(cluster), AnswerPauses()
+    for spec in specs:
+        with suppress(HpcschedError):
+            partitions, reservation = _requested(cluster, identity, spec, now_s)
+            for partition in partitions:
+                looks.why_not(request_of(spec, partition, time_limit_s=spec.time_limit_s), partition, reservation)
+                await breaks.between()
+    return looks
+
+
 class PartitionLooks:
     """Why jobs can never run in partitions.
 
@@ -169,8 +199,13 @@ class PartitionLooks:
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
+        self._config = cluster.config
         self._views: dict[tuple[str, str], list[NodeView]] = {}
         self._found: dict[tuple[Shape, str, str], str | None] = {}
+
+    def holds_for(self, cluster: ClusterState) -> bool:
+        """Return whether the nodes and partitions are still those of the configuration."""
+        return cluster is self._cluster and cluster.config is self._config
 
     def why_not(self, request: ResourceRequest, partition: Partition, reservation: Reservation | None) -> str | None:
         """Return why a job with `request` can never run there; None if it can."""

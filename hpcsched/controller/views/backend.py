@@ -267,8 +267,9 @@ class ControllerBackend(Reading):
                     )
         seen = self._controller.store.request_jobs
         self._count_submitted(identity.uid, 0)
+        looks = await submission.looked_at(self._cluster, identity, specs, self._clock())
         jobs = await self._change(
-            identity, Action.SUBMIT, lambda tx: submission.submit(tx, identity, request_id, specs, seen)
+            identity, Action.SUBMIT, lambda tx: submission.submit(tx, identity, request_id, specs, seen, looks)
         )
         self._count_submitted(
             identity.uid, sum(len(spec.array.indices) if spec.array is not None else 1 for spec in specs)

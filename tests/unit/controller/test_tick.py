@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from cluster import ANN, BOB, ROOT, Cluster
 from jobs import T0, spec
 
 from hpcnode.wire import protocol
+from hpcsched.api import connection_limits
 from hpcsched.api.views import how_it_ended
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, submission
@@ -18,7 +21,7 @@ from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link, Partition
-from hpcsched.model.spec import ArraySpec
+from hpcsched.model.spec import ArraySpec, JobSpec
 from hpcsched.sched.place.feasible import impossible_shape
 from hpcsched.sched.place.request import Shape
 from hpcsched.sched.snapshot import NodeView
@@ -111,6 +114,32 @@ def test_jobs_of_one_request_that_ask_for_the_same_are_tried_on_the_nodes_once(
     cluster.ask(lambda tx: submission.submit(tx, ANN, "", specs, cluster.store.request_jobs))
     assert len(cluster.state.pending) == 40
     assert sorted(tried) == [1, 2]
+
+
+def test_nodes_are_looked_through_in_slices_before_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, tried, turns = Cluster("n1", "n2"), [], []
+
+    def counted(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
+        tried.append(len(tried))
+        return impossible_shape(shape, nodes, partition)
+
+    async def look(specs: list[JobSpec]) -> submission.PartitionLooks:
+        looking = asyncio.create_task(submission.looked_at(cluster.state, ANN, specs, T0))
+        while not looking.done():
+            turns.append(len(tried))
+            await asyncio.sleep(0)
+        return await looking
+
+    monkeypatch.setattr(submission, "impossible_shape", counted)
+    monkeypatch.setattr(connection_limits, "SLICE_S", -1.0)
+    specs = [spec(name=f"j{at}", cpus_per_task=1 + at % 2, nodes_min=1 + at // 2, hold=True) for at in range(4)]
+    looks = asyncio.run(look(specs))
+    assert set(turns) >= {1, 2, 3}
+    cluster.ask(lambda tx: submission.submit(tx, ANN, "", specs, cluster.store.request_jobs, looks))
+    assert (tried, len(cluster.state.pending)) == ([0, 1, 2, 3], 4)
+    cluster.state.config = replace(cluster.state.config, name="other")
+    cluster.ask(lambda tx: submission.submit(tx, ANN, "", specs[:1], cluster.store.request_jobs, looks))
+    assert tried == [0, 1, 2, 3, 4]
 
 
 def test_a_request_that_comes_twice_at_once_makes_one_job_and_hinders_nobody() -> None:
