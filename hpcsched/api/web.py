@@ -455,6 +455,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, error: BadRequestError) -> None:
         self._refused = True
         self._coming = self._began_s = None
+        error.__traceback__ = error.__context__ = None  # they refer to us, and we to the error
         self._waiting.append(error)
         self._count()
 
@@ -523,6 +524,9 @@ class Connection(asyncio.Protocol):
         keep = request.headers.get("connection", "").lower() != "close"
         try:
             response = await self._server.router.find(request)(request)
+        except asyncio.CancelledError:
+            self._task = None  # its error refers to us: without this, all that it held waits for a garbage collection
+            raise
         except BadRequestError as error:
             response = self._server.refusal(error.status, f"cannot {request.method} {request.path}: {error}")
         except Exception as error:  # handlers convert their errors; this one did not

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.connection_limits import SocketLimits, bounds
+from hpcsched.api.connection_limits import AnswerPauses, AnswerSlots, SocketLimits, bounds
 
 
 async def _echo(request: web.Request) -> web.Response:
@@ -363,6 +363,74 @@ async def test_the_body_of_a_lost_connection_is_freed_without_garbage_collection
         while server.connections:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
+        assert lost() is None
+    finally:
+        gc.enable()
+
+
+class _Held:
+    """What a handler has in memory while it works."""
+
+
+@played
+@pytest.mark.parametrize("waits_for", ["turn", "pause"])
+async def test_e1_a_cancelled_answer_is_freed_without_garbage_collection(waits_for: str) -> None:
+    slots, begun, held = AnswerSlots(1, 1), asyncio.Event(), []
+
+    async def list_jobs(request: web.Request) -> web.Response:
+        jobs = _Held()
+        held.append(weakref.ref(jobs))
+        if waits_for == "turn":
+            begun.set()
+        async with slots.turn(1):
+            begun.set()
+            pauses = AnswerPauses(0.0)
+            while True:
+                await pauses.take()
+
+    server = web.Server(web.Router([web.get("/jobs", list_jobs)]), _refusal)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    gc.disable()
+    try:
+        async with slots.turn(1) if waits_for == "turn" else contextlib.AsyncExitStack():
+            with ours:
+                _, connection = await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
+                await loop.sock_sendall(ours, b"GET /jobs HTTP/1.1\r\n\r\n")
+                await begun.wait()
+                lost = weakref.ref(connection)
+                del connection
+            for _ in range(20):  # turns of the loop, in which the server notices
+                await asyncio.sleep(0)
+            assert not server.connections
+            assert (held[0](), lost()) == (None, None)
+    finally:
+        gc.enable()
+
+
+@played
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"POST /echo HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n", b"GET /" + 70_000 * b"x", b"nonsense\r\n\r\n"],
+    ids=["large", "long", "nonsense"],
+)
+async def test_e1_a_refused_connection_is_freed_without_garbage_collection(request_bytes: bytes) -> None:
+    server = web.Server(web.Router(ROUTES), _refusal)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    gc.disable()
+    try:
+        with ours:
+            _, connection = await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
+            lost = weakref.ref(connection)
+            del connection
+            await loop.sock_sendall(ours, request_bytes)
+            while await loop.sock_recv(ours, 1 << 16):
+                pass
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert lost() is None
     finally:
         gc.enable()
