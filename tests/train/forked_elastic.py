@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.comm.elastic_group import ElasticCommunicator
-from hpctrain.elastic.__main__ import ElasticRun, RankLauncher, RankSlot, parse
+from hpctrain.elastic.__main__ import ElasticRun, parse
+from hpctrain.elastic.launch import RankLauncher, RankSlot
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
 from hpctrain.run import start

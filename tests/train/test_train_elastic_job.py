@@ -14,7 +14,7 @@ from ranks import HERE, python, started
 from test_train_resume import SMALL, WITH_WAITING, lines_of
 from waiting import wait_until
 
-from hpctrain.elastic.__main__ import RankLauncher, RankSlot
+from hpctrain.elastic.launch import RankLauncher, RankSlot
 from hpctrain.errors import EXIT_REQUEUE
 
 pytestmark = pytest.mark.timeout(300)

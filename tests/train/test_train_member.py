@@ -14,7 +14,7 @@ import pytest
 from roster_line import connected
 from waiting import played, wait_until
 
-from hpctrain.elastic.__main__ import was_killed
+from hpctrain.elastic.launch import was_killed
 from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Roster, RosterSettings
 from hpctrain.elastic.serve import MOST_IN_VAIN, RosterServer

@@ -62,6 +62,33 @@ class ModelSplit:
         stage, place = self.place(rank)
         return self.stages[stage][place]
 
+    def to_json(self) -> list[list[list[list[int]]]]:
+        """Return the spans of all parts as JSON values."""
+        return [
+            [
+                [[span.start, span.stop] for span in (part.layers, part.kv_groups, part.ffn, part.vocab)]
+                for part in stage
+            ]
+            for stage in self.stages
+        ]
+
+    @classmethod
+    def from_json(cls, value: object) -> ModelSplit:
+        """Return the split that `to_json` wrote.
+
+        Raises:
+            ServeError: the value is not a split.
+        """
+        try:
+            stages = [[[Span(int(start), int(stop)) for start, stop in part] for part in stage] for stage in value]  # type: ignore[attr-defined]
+            return cls(
+                stages=tuple(
+                    tuple(ModelPart(layers=a, kv_groups=b, ffn=c, vocab=d) for a, b, c, d in stage) for stage in stages
+                )
+            )
+        except (TypeError, ValueError):
+            raise ServeError("cannot read a split of the model: it has another form") from None
+
     def check(self, *, layers: int, kv_groups: int, ffn: int, vocab: int) -> None:
         """Check that the parts together are the whole model.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.elastic.roster import MemberState, Roster, RosterSettings
+from hpctrain.elastic.roster import Member, MemberChoice, MemberState, Roster, RosterSettings
 
 
 def run_of(count: int, *, want: int | None = None, least: int = 1) -> Roster:
@@ -227,3 +229,34 @@ def test_lost_members_never_come_back_and_survivors_keep_their_order(data: st.Da
                 present = chosen
     inside = [m for m in roster.members.values() if m.state in (MemberState.IN, MemberState.LEFT)]
     assert {member.number for member in inside} == set(present) - lost
+
+
+def test_a_member_that_stays_in_a_broken_generation_is_stuck_after_the_limit() -> None:
+    roster = Roster(RosterSettings(least=1, want=2, leave_s=5.0), 0.0)
+    for slot in range(2):
+        roster.ready(roster.join(slot, 0.0).number, {}, 0.0)
+    roster.settle(0.0)
+    roster.leave_generation(0, 0, 1.0, failed=True)
+    assert said(roster.settle(1.0)) == [(1, "broken")]
+    roster.heartbeat(1, 6.1)
+    assert roster.stuck(6.0) == []
+    assert [member.number for member in roster.stuck(6.1)] == [1], "its heartbeats are not progress"
+
+
+def test_an_arrangement_chooses_members_and_their_order() -> None:
+    def last_two(inside: Sequence[Member], ready: Sequence[Member], patient: bool) -> MemberChoice | None:
+        known = sorted([*inside, *ready], key=lambda member: -member.number)
+        return MemberChoice(members=known[:2], facts={"parts": 2}) if len(known) > 1 else None
+
+    roster = Roster(RosterSettings(least=1, want=3), 0.0, last_two)
+    for slot in range(2):
+        roster.ready(roster.join(slot, 0.0).number, {}, 0.0)
+    orders = roster.settle(0.0)
+    assert members_of(orders) == [1, 0]
+    assert orders[0][1]["parts"] == 2
+    roster.ready(roster.join(2, 1.0).number, {}, 1.0)
+    assert said(roster.settle(1.0)) == [(0, "changing"), (1, "changing")]
+    for number in (0, 1):
+        roster.leave_generation(number, 0, 2.0, failed=False)
+    assert members_of(roster.settle(2.0)) == [2, 1]
+    assert roster.members[0].state is MemberState.READY, "it can be of use later"

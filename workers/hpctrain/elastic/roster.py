@@ -15,7 +15,8 @@ Rules:
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 SILENT_S = 3.0
@@ -41,6 +42,9 @@ class Member:
     state: MemberState = MemberState.STARTING
     heard_at_s: float
     requested: str = ""  # the last request sent to it in this generation
+    requested_at_s: float = 0.0
+    step: int = -1  # as it was reported last
+    useful_s: float = 0.0  # of all its steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +66,31 @@ class RosterSettings:
     want: int
     patience_s: float = 60.0
     silent_s: float = SILENT_S
+    leave_s: float = math.inf  # a member that stays in a broken generation for longer is lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberChoice:
+    """The members of a generation in the order of their ranks, and facts for all of them."""
+
+    members: Sequence[Member]
+    facts: Message = field(default_factory=dict)
+
+
+# Chooses among members with the state of the run and waiting ones; None: these cannot be a generation.
+# The last argument: whether the first generation still waits for all.
+Arrangement = Callable[[Sequence[Member], Sequence[Member], bool], MemberChoice | None]
 
 
 class Roster:
-    """The members of a run; after a change, send the messages that `settle` returns."""
+    """The members of a run; after a change, send the messages that `settle` returns.
 
-    def __init__(self, settings: RosterSettings, now_s: float) -> None:
+    `arrange` chooses the members of a generation instead of sizes. It must choose none of the waiting members as long as they
+    are not needed: each one that it chooses begins a new generation.
+    """
+
+    def __init__(self, settings: RosterSettings, now_s: float, arrange: Arrangement | None = None) -> None:
+        self._arrange = arrange or self._by_size
         self._settings = settings
         self._began_at_s = now_s
         self._next = 0
@@ -77,11 +100,17 @@ class Roster:
         self.generation = -1
         self.losses: list[Loss] = []  # since the last generation was formed
         self._broken = False  # an exchange of this generation failed
+        self._renewing = False
 
     @property
     def want(self) -> int:
         """The usual number of members of a generation."""
         return self._settings.want
+
+    @property
+    def leave_s(self) -> float:
+        """The seconds after which a member that stays in a broken generation is lost."""
+        return self._settings.leave_s
 
     @property
     def silent_s(self) -> float:
@@ -100,9 +129,10 @@ class Roster:
         member = self.members[number]
         member.offer, member.state, member.heard_at_s = offer, MemberState.READY, now_s
 
-    def heartbeat(self, number: int, now_s: float) -> None:
-        """Record a heartbeat."""
-        self.members[number].heard_at_s = now_s
+    def heartbeat(self, number: int, now_s: float, *, step: int = -1, useful_s: float = 0.0) -> None:
+        """Record a heartbeat, the last step, and the seconds of steps since the last one."""
+        member = self.members[number]
+        member.heard_at_s, member.step, member.useful_s = now_s, step, member.useful_s + useful_s
 
     def leave_generation(self, number: int, generation: int, now_s: float, *, failed: bool) -> None:
         """Record that a member has left a generation, and waits for the next.
@@ -132,6 +162,10 @@ class Roster:
         self._settings = replace(self._settings, least=min(self._settings.least, want), want=want)
         self._leaving = leaving
 
+    def renew(self) -> None:
+        """Form a new generation, although no member is lost or comes: it would be another one now."""
+        self._renewing = True
+
     def close(self) -> None:
         """Accept no new members, because the run is over for a member."""
         self._closed = True
@@ -140,6 +174,7 @@ class Roster:
         """Extend all deadlines by the seconds in which the roster itself did not listen."""
         for member in self.members.values():
             member.heard_at_s = min(now_s, member.heard_at_s + late_s)
+            member.requested_at_s = min(now_s, member.requested_at_s + late_s)
 
     def silent(self, now_s: float) -> list[Member]:
         """Return the members without a recent heartbeat; a starting member has more time."""
@@ -147,6 +182,16 @@ class Roster:
             member
             for member in self.members.values()
             if now_s - member.heard_at_s > self.silent_s and member.state is not MemberState.STARTING
+        ]
+
+    def stuck(self, now_s: float) -> list[Member]:
+        """Return the members that stay in a broken generation: heartbeats are not progress."""
+        return [
+            member
+            for member in self.members.values()
+            if member.state is MemberState.IN
+            and member.requested == "broken"
+            and now_s - member.requested_at_s > self._settings.leave_s
         ]
 
     def inside(self) -> list[Member]:
@@ -169,7 +214,7 @@ class Roster:
         if all(member.state is MemberState.LEFT for member in inside):
             return leave + self._form(inside, ready, now_s)
         request = self._request(inside, ready)
-        return leave + self._requests_to(inside, request) if request else leave
+        return leave + self._requests_to(inside, request, now_s) if request else leave
 
     def _request(self, inside: list[Member], ready: list[Member]) -> str:
         """Return what the members of the current generation have to do.
@@ -179,7 +224,16 @@ class Roster:
         if self.losses or self._broken:
             return "broken"
         leaves = any(member.slot in self._leaving for member in inside)
-        return "changing" if leaves or (ready and len(inside) < self._settings.want) else ""
+        choice = self._arrange(inside, ready, False) if ready else None
+        joins = choice is not None and any(member not in inside for member in choice.members)
+        return "changing" if leaves or joins or self._renewing else ""
+
+    def _by_size(self, inside: Sequence[Member], ready: Sequence[Member], patient: bool) -> MemberChoice | None:
+        """Choose the first members up to the wanted size, if they are enough."""
+        chosen = [*inside, *ready][: self._settings.want]
+        needed = self._settings.want if patient else self._settings.least
+        enough = 1 if self._closed else max(1, needed)  # at the end no new members come
+        return MemberChoice(members=chosen) if len(chosen) >= enough else None
 
     def _form(self, parted: list[Member], ready: list[Member], now_s: float) -> list[tuple[int, Message]]:
         """Form the next generation of members with the state and of waiting ones."""
@@ -188,32 +242,36 @@ class Roster:
             parted.remove(member)
             self.leave(member.number)
             orders.append((member.number, {"type": "leave"}))
-        chosen = [*parted, *ready][: self._settings.want]
         patient = self.generation < 0 and now_s - self._began_at_s < self._settings.patience_s
-        needed = self._settings.want if patient else self._settings.least
-        if len(chosen) < (1 if self._closed else max(1, needed)):  # at the end no new members come
+        choice = self._arrange(parted, ready, patient)
+        if choice is None:
             return orders
+        chosen = choice.members
+        for member in parted:
+            if member not in chosen:  # it can be of use later
+                member.state = MemberState.READY
         self.generation += 1
-        self._broken = False
+        self._broken = self._renewing = False
         for member in chosen:
             member.state, member.requested = MemberState.IN, ""
         lost, self.losses = self.losses, []
         news: Message = {
             "type": "generation",
             "generation": self.generation,
+            **choice.facts,
             "members": [{"number": m.number, **m.offer} for m in chosen],
             "lost": [{"number": x.number, "why": x.why, "unheard_s": x.missed_at_s - x.heard_at_s} for x in lost],
         }
         return orders + [(m.number, news) for m in chosen]
 
-    def _requests_to(self, inside: list[Member], request: str) -> list[tuple[int, Message]]:
+    def _requests_to(self, inside: list[Member], request: str, now_s: float) -> list[tuple[int, Message]]:
         """Return a request to the members of the generation, once each.
 
         "broken" overrides "changing".
         """
         addressed = [m for m in inside if m.state is MemberState.IN and m.requested not in (request, "broken")]
         for member in addressed:
-            member.requested = request
+            member.requested, member.requested_at_s = request, now_s
         return [(member.number, {"type": request, "generation": self.generation}) for member in addressed]
 
 

@@ -165,8 +165,10 @@ class RosterServer:
         report: Callable[[str], None],
         on_lost: Callable[[int], None],
         on_misfit: Callable[[int], None],
+        on_generation: Callable[[Message], None] = lambda news: None,
     ) -> None:
         """Prepare the server; `on_lost` and `on_misfit` get the slot of the member."""
+        self._on_generation = on_generation
         self.roster, self._key, self._report, self._on_lost, self._on_misfit = roster, key, report, on_lost, on_misfit
         self._encrypted = encryption_wanted(os.environ)
         self.account = RunAccount(time.monotonic())
@@ -279,8 +281,9 @@ class RosterServer:
                 assert isinstance(offer, dict)
                 self.roster.ready(number, offer, now_s)
             case "heartbeat":
-                self.roster.heartbeat(number, now_s)
-                self.account.note_step(int(str(message["step"])), float(str(message["useful_s"])), now_s)
+                step, useful_s = int(str(message["step"])), float(str(message["useful_s"]))
+                self.roster.heartbeat(number, now_s, step=step, useful_s=useful_s)
+                self.account.note_step(step, useful_s, now_s)
             case "left":
                 self.roster.leave_generation(
                     number, int(str(message["generation"])), now_s, failed=bool(message["failed"])
@@ -311,6 +314,7 @@ class RosterServer:
         start = [member["number"] for member in members], self.account.step
         self._in_vain = self._in_vain + 1 if start == self._last_start else 0
         self._last_start = start
+        self._on_generation(news)
         if self._in_vain == MOST_IN_VAIN:
             hosts = ", ".join(dict.fromkeys(str(member["addresses"][0]) for member in members))
             self.failure = (
@@ -330,6 +334,8 @@ class RosterServer:
                 self.roster.extend_deadlines(late_s, now_s)
             for member in self.roster.silent(now_s):
                 self.lose(member.number, f"no heartbeat for too long (--silence {self.roster.silent_s:g})")
+            for member in self.roster.stuck(now_s):
+                self.lose(member.number, f"it does not stop computing for {self.roster.leave_s:g} s")
             self.settle()
 
     def _watched(self, watcher: asyncio.Task[None]) -> None:

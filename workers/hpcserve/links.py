@@ -1,0 +1,489 @@
+"""Connections between the ranks of one generation: sums, hidden states, steps and results.
+
+A *link* joins two ranks for one use: the leader's steps and the results (CONTROL), sums among the ranks of a stage (SUM), hidden
+states from one stage to the next (HIDDEN). Ranks of one host share memory for sums; all else is TCP. Ranks that are threads use
+local sockets. Does not know the model or the roster: it gets addresses, a key and a split.
+Rules:
+- Each rank sends its part of a sum to all, and adds all parts in the order of ranks in float32: all ranks have the same bits.
+- A connection belongs to one generation: both ends prove a key that follows from it, so old messages arrive nowhere.
+- Nothing waits without a limit, except a rank for its next step. `break_off` ends every wait at once, from any thread.
+- A rank that waits spins briefly, because a sum takes microseconds, and then sleeps in `poll`.
+- Sending never blocks a computation: what the kernel does not take at once leaves in a thread. (Sums send and receive at once.)
+Sources: Megatron-LM (two sums a layer); `hpctrain.peers` (proofs); `hpctrain.comm.shared_memory` (spin, then sleep).
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from hpcserve.errors import GroupLost
+from hpcserve.split import ModelSplit
+from hpctrain.comm.hosts import MEET_S, NAP_S, TRY_S, tune
+from hpctrain.peers import keyed, prove_as_guest, prove_as_host, tunnel
+
+STEP_LIMIT_S = 10.0  # the longest wait for another rank within a step
+TOKENS_OF_LIMIT = 64  # a step of more tokens may take longer by this measure
+SPINS = 60
+POLL_S = 0.5
+BUFFER_BYTES = 1 << 20
+LENGTH = struct.Struct("<Q")
+TENSOR_HEAD = struct.Struct("<IIII")  # dtype, rows, columns, number of the step
+MOST_STEP_BYTES = 64 << 20
+MOST_TENSOR_BYTES = 4 << 30
+HELLO = struct.Struct("<IIII")  # generation, use, the two ranks
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LinkUse(enum.IntEnum):
+    """What a link is for."""
+
+    CONTROL = 0
+    SUM = 1
+    HIDDEN = 2
+
+
+class RankLink:
+    """A stream of bytes in both directions between this rank and another one."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.connection, self.name = connection, name
+        connection.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        self._rest: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._resting = 0  # messages, or parts of them, that the thread has not sent
+        self._lock = threading.Lock()
+        self._sender: threading.Thread | None = None
+
+    def push(self, content: memoryview) -> int:
+        """Send what the kernel takes at once."""
+        try:
+            return self.connection.send(content)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise self.lost(error.strerror or "the connection broke") from None
+
+    def pull(self, space: memoryview) -> int:
+        """Receive what the kernel has."""
+        try:
+            count = self.connection.recv_into(space)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise self.lost(error.strerror or "the connection broke") from None
+        if count == 0 and len(space):
+            raise self.lost("the connection ended")
+        return count
+
+    def post(self, *parts: bytes | memoryview) -> None:
+        """Send a message without waiting: the rest of it leaves in a thread."""
+        with self._lock:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                at = 0
+                while not self._resting and at < len(view) and (count := self.push(view[at:])):
+                    at += count
+                if at < len(view):
+                    self._resting += 1
+                    self._rest.put(bytes(view[at:]))
+                    self._begin_sender()
+
+    def receive(self, space: memoryview, limit_s: float | None) -> None:
+        """Fill `space`; None: wait as long as it takes."""
+        has = spins = 0
+        until_s = None if limit_s is None else time.monotonic() + limit_s
+        while has < len(space):
+            count = self.pull(space[has:])
+            has += count
+            spins = 0 if count else spins + 1
+            if spins > SPINS:
+                wait_for([self.connection], [])
+                if until_s is not None and time.monotonic() > until_s:
+                    raise self.lost(f"silent for {limit_s:g} s")
+
+    def message(self, most_bytes: int, limit_s: float | None) -> bytearray:
+        """Return the next message that `post` sent after its length."""
+        head = bytearray(LENGTH.size)
+        self.receive(memoryview(head), limit_s)
+        (length,) = LENGTH.unpack(head)
+        if length > most_bytes:
+            raise self.lost(f"sent a message of {length} bytes, more than {most_bytes}")
+        content = bytearray(length)
+        self.receive(memoryview(content), STEP_LIMIT_S if limit_s is None else limit_s)
+        return content
+
+    def post_tensor(self, tensor: torch.Tensor, number: int) -> None:
+        """Send a matrix of the step with this number."""
+        rows, columns = tensor.shape
+        head = TENSOR_HEAD.pack(DTYPES.index(tensor.dtype), rows, columns, number)
+        self.post(head, bytes_of(tensor))
+
+    def tensor(self, rows: int, number: int, limit_s: float) -> torch.Tensor:
+        """Return the matrix of the step with this number, which has so many rows."""
+        head = bytearray(TENSOR_HEAD.size)
+        self.receive(memoryview(head), limit_s)
+        dtype, its_rows, columns, its_number = TENSOR_HEAD.unpack(head)
+        if dtype >= len(DTYPES) or (its_rows, its_number) != (rows, number):
+            raise self.lost(f"sent {its_rows} rows of step {its_number} instead of {rows} of step {number}")
+        if rows * columns * DTYPES[dtype].itemsize > MOST_TENSOR_BYTES:
+            raise self.lost(f"sent a matrix of {rows} x {columns} numbers, which is too large")
+        tensor = torch.empty(rows, columns, dtype=DTYPES[dtype])
+        self.receive(bytes_of(tensor), limit_s)
+        return tensor
+
+    def break_off(self) -> None:
+        """End the connection for both sides, at once."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        self.break_off()
+        if self._sender is not None:
+            self._rest.put(None)
+            self._sender.join()
+        self.connection.close()
+
+    def lost(self, why: str) -> GroupLost:
+        """Return the error that names the other rank."""
+        return GroupLost(f"{self.name} is lost: {why}")
+
+    def _begin_sender(self) -> None:
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_rest, name="link sender", daemon=True)
+            self._sender.start()
+
+    def _send_rest(self) -> None:
+        with suppress(GroupLost):  # whoever receives on this link gets the error, too
+            while (content := self._rest.get()) is not None:
+                at = 0
+                while at < len(content):
+                    if not (count := self.push(memoryview(content)[at:])):
+                        wait_for([], [self.connection])
+                    at += count
+                with self._lock:
+                    self._resting -= 1
+
+
+def wait_for(to_read: Sequence[socket.socket], to_write: Sequence[socket.socket]) -> None:
+    """Sleep until one of the sockets is ready, or for a moment."""
+    poller = select.poll()
+    wanted: dict[int, int] = {}
+    for sockets, event in ((to_read, select.POLLIN), (to_write, select.POLLOUT)):
+        for one in sockets:
+            wanted[one.fileno()] = wanted.get(one.fileno(), 0) | event
+    for descriptor, events in wanted.items():
+        poller.register(descriptor, events)
+    poller.poll(POLL_S * 1000)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    if tensor.numel() == 0:
+        return memoryview(b"")  # an empty view cannot be cast
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()).cast("B")
+
+
+# ----- sums
+
+
+class StageSum:
+    """Sums tensors over the ranks of a stage; `links` are those to other places in it."""
+
+    def __init__(self, place: int, links: Mapping[int, RankLink], limit_s: float) -> None:
+        self._place, self._limit_s = place, limit_s
+        self._links = [links[at] for at in sorted(links)]
+        self._parts: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self.waited_s = 0.0  # for other ranks, in all sums
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks, the same bits on each of them."""
+        mine = tensor.detach().to("cpu").contiguous().view(-1)
+        parts = self._landing(mine)
+        began_s = time.perf_counter()
+        self._exchange(bytes_of(mine), [bytes_of(part) for part in parts])
+        self.waited_s += time.perf_counter() - began_s
+        parts = [*parts[: self._place], mine, *parts[self._place :]]
+        total = parts[0].float() + parts[1].float()
+        for part in parts[2:]:
+            total += part.float()
+        tensor.copy_(total.view(tensor.shape))
+
+    def _landing(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return memory for the other ranks' parts; it is kept for the next sum of this size."""
+        key = (mine.numel(), mine.dtype)
+        if key not in self._parts:
+            if len(self._parts) > 8:  # sizes of prompts vary
+                self._parts.clear()
+            self._parts[key] = [torch.empty_like(mine) for _ in self._links]
+        return self._parts[key]
+
+    def _exchange(self, mine: memoryview, theirs: Sequence[memoryview]) -> None:
+        """Send `mine` to all and fill `theirs`, at once: nobody waits for a reader."""
+        count = len(self._links)
+        sent, got, whole = [0] * count, [0] * count, len(mine)
+        spins, until_s = 0, time.monotonic() + self._limit_s
+        while True:
+            moved = False
+            for at, link in enumerate(self._links):
+                if sent[at] < whole and (now := link.push(mine[sent[at] :])):
+                    sent[at], moved = sent[at] + now, True
+                if got[at] < whole and (now := link.pull(theirs[at][got[at] :])):
+                    got[at], moved = got[at] + now, True
+            if sum(sent) + sum(got) == 2 * count * whole:
+                return
+            spins = 0 if moved else spins + 1
+            if spins > SPINS:
+                self._sleep(sent, got, whole, until_s)
+
+    def _sleep(self, sent: Sequence[int], got: Sequence[int], whole: int, until_s: float) -> None:
+        to_read = [link for at, link in enumerate(self._links) if got[at] < whole]
+        to_write = [link for at, link in enumerate(self._links) if sent[at] < whole]
+        wait_for([link.connection for link in to_read], [link.connection for link in to_write])
+        if time.monotonic() > until_s:
+            raise (*to_read, *to_write)[0].lost(f"silent for {self._limit_s:g} s")
+
+
+# ----- all links of a rank
+
+
+def links_of(split: ModelSplit, rank: int) -> list[tuple[LinkUse, int]]:
+    """Return the links that a rank has: their use, and the rank at the other end."""
+    stage, place = split.place(rank)
+    first = [sum(map(len, split.stages[:at])) for at in range(len(split.stages) + 1)]
+    ranks = [range(start, start + len(parts)) for start, parts in zip(first, split.stages, strict=False)]
+    control = range(1, split.size) if rank == 0 else [0]
+    links = [(LinkUse.CONTROL, other) for other in control]
+    links += [(LinkUse.SUM, other) for other in ranks[stage] if other != rank]
+    if stage > 0:
+        links.append((LinkUse.HIDDEN, ranks[stage - 1][place % len(ranks[stage - 1])]))
+    if stage + 1 < len(ranks):
+        after = ranks[stage + 1]
+        links += [(LinkUse.HIDDEN, other) for at, other in enumerate(after) if at % len(ranks[stage]) == place]
+    return links
+
+
+class RankLinks:
+    """What a rank exchanges with others in one generation."""
+
+    def __init__(
+        self, split: ModelSplit, rank: int, ends: Mapping[tuple[LinkUse, int], RankLink], limit_s: float = STEP_LIMIT_S
+    ) -> None:
+        self.split, self.rank, self._ends, self._limit_s = split, rank, dict(ends), limit_s
+        self.stage, self.place = split.place(rank)
+        first = rank - self.place
+        sums = {other - first: end for (use, other), end in ends.items() if use is LinkUse.SUM}
+        self._is_broken = False
+        # A rank that is alone in its stage has nothing to sum, but leaves a broken generation in the middle of a step.
+        self.reduce: Callable[[torch.Tensor], None] = StageSum(self.place, sums, limit_s) if sums else self._check
+        hidden = {other: end for (use, other), end in ends.items() if use is LinkUse.HIDDEN}
+        self._before = next((end for other, end in hidden.items() if other < rank), None)
+        self._after = [end for other, end in sorted(hidden.items()) if other > rank]
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds in which this rank waited for others of its stage."""
+        return self.reduce.waited_s if isinstance(self.reduce, StageSum) else 0.0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.stage == len(self.split.stages) - 1
+
+    def last_stage(self) -> range:
+        """Return the ranks of the last stage."""
+        return range(self.split.size - len(self.split.stages[-1]), self.split.size)
+
+    def send_step(self, content: bytes) -> None:
+        """Send a step from the leader to all others."""
+        for other in range(1, self.split.size):
+            self.control(other).post(LENGTH.pack(len(content)), content)
+
+    def next_step(self) -> bytes:
+        """Wait for the leader's next step."""
+        return bytes(self.control(0).message(MOST_STEP_BYTES, None))
+
+    def send_hidden(self, hidden: torch.Tensor, number: int) -> None:
+        """Send hidden states to the next stage."""
+        for end in self._after:
+            end.post_tensor(hidden.detach().to("cpu").contiguous(), number)
+
+    def receive_hidden(self, tokens: int, number: int) -> torch.Tensor | None:
+        """Return the hidden states of the stage before; None: this is the first stage."""
+        return None if self._before is None else self._before.tensor(tokens, number, self._limit_for(tokens))
+
+    def send_result(self, part: torch.Tensor, number: int) -> None:
+        """Send logits, or hidden states, to the leader."""
+        self.control(0).post_tensor(part.detach().to("cpu").contiguous(), number)
+
+    def receive_result(self, rank: int, rows: int, number: int, tokens: int) -> torch.Tensor:
+        """Return what a rank of the last stage sent to the leader, for a step of so many tokens."""
+        return self.control(rank).tensor(rows, number, self._limit_for(tokens))
+
+    def say_ready(self) -> None:
+        """Tell the leader that this rank has loaded its part."""
+        self.control(0).post(LENGTH.pack(0))
+
+    def await_ready(self) -> None:
+        """Wait on the leader until all other ranks have loaded their parts."""
+        for other in range(1, self.split.size):
+            self.control(other).message(0, None)
+
+    def control(self, other: int) -> RankLink:
+        """Return the link between leader and another rank."""
+        return self._ends[LinkUse.CONTROL, other]
+
+    def break_off(self) -> None:
+        """End every wait of this rank and its peers with GroupLost; may be called by any thread."""
+        self._is_broken = True
+        for end in self._ends.values():
+            end.break_off()
+
+    def _limit_for(self, tokens: int) -> float:
+        """Return the longest wait for another stage, which computes the whole step first."""
+        return self._limit_s * (1 + tokens / TOKENS_OF_LIMIT)
+
+    def _check(self, _: torch.Tensor) -> None:
+        if self._is_broken:
+            raise GroupLost("the generation is over")
+
+    def close(self) -> None:
+        """Free the links."""
+        for end in self._ends.values():
+            end.close()
+
+
+def links_of_threads(split: ModelSplit, limit_s: float = STEP_LIMIT_S) -> list[RankLinks]:
+    """Return the links of all ranks of a split, for ranks that are threads of this process."""
+    ends: list[dict[tuple[LinkUse, int], RankLink]] = [{} for _ in range(split.size)]
+    for rank in range(split.size):
+        for use, other in links_of(split, rank):
+            if rank < other:
+                one, two = socket.socketpair()
+                ends[rank][use, other] = RankLink(one, f"rank {other}")
+                ends[other][use, rank] = RankLink(two, f"rank {rank}")
+    return [RankLinks(split, rank, mine, limit_s) for rank, mine in enumerate(ends)]
+
+
+# ----- connecting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAddress:
+    """Where a rank listens, and its part of the keys of its connections."""
+
+    addresses: tuple[str, ...]
+    port: int
+    secret: str
+
+
+class Meeting:
+    """The ranks of a generation connect: the lower one of two accepts, the higher one calls."""
+
+    def __init__(
+        self,
+        split: ModelSplit,
+        ranks: Sequence[RankAddress],
+        generation: int,
+        key: bytes,
+        *,
+        encrypted: bool = False,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._split, self._ranks, self._generation = split, ranks, generation
+        self._key, self._encrypted, self._is_given_up = key, encrypted, is_given_up
+
+    def connect(self, rank: int, listener: socket.socket, limit_s: float = STEP_LIMIT_S) -> RankLinks:
+        """Return the links of a rank.
+
+        Raises:
+            GroupLost: another rank cannot be reached, or the meeting is given up.
+        """
+        links = links_of(self._split, rank)
+        until_s = time.monotonic() + MEET_S
+        found: dict[tuple[LinkUse, int], RankLink] = {}
+        expected = {self._hello(use, rank, other): (use, other) for use, other in links if other > rank}
+        acceptor = threading.Thread(target=self._accept, args=(listener, expected, found, until_s), name="meeting")
+        acceptor.start()
+        reached = {}
+        for use, other in links:
+            if other < rank:
+                reached[use, other] = self._reach(use, other, rank, until_s)
+        acceptor.join()
+        ends = found | {at: link for at, link in reached.items() if link is not None}
+        missing = [other for use, other in links if (use, other) not in ends]
+        if missing:
+            for link in ends.values():
+                link.close()
+            raise GroupLost(f"cannot reach rank {missing[0]} at {self._ranks[missing[0]].addresses[0]}")
+        return RankLinks(self._split, rank, ends, limit_s)
+
+    def _hello(self, use: LinkUse, low: int, high: int) -> bytes:
+        return HELLO.pack(self._generation, use, low, high)
+
+    def _key_of(self, hello: bytes, low: int, high: int) -> bytes:
+        """Return the key of a link: the run's key is part of it, the generation too."""
+        return keyed(self._key, b"serve", hello, self._ranks[low].secret.encode(), self._ranks[high].secret.encode())
+
+    def _is_over(self, until_s: float) -> bool:
+        return self._is_given_up() or time.monotonic() > until_s
+
+    def _accept(
+        self,
+        listener: socket.socket,
+        expected: Mapping[bytes, tuple[LinkUse, int]],
+        found: dict[tuple[LinkUse, int], RankLink],
+        until_s: float,
+    ) -> None:
+        """Accept the expected connections; close others, and those of old generations."""
+        listener.settimeout(NAP_S)
+        while len(found) < len(expected) and not self._is_over(until_s):
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                continue
+            peer.settimeout(TRY_S)
+            with suppress(OSError):
+                hello = peer.recv(HELLO.size, socket.MSG_WAITALL)
+                if hello in expected and expected[hello] not in found:
+                    use, other = expected[hello]
+                    _, _, low, high = HELLO.unpack(hello)
+                    session = prove_as_host(peer, self._key_of(hello, low, high), encrypted=self._encrypted)
+                    if session is not None:
+                        tune(peer)
+                        found[use, other] = RankLink(tunnel(peer, session), f"rank {other}")
+                        continue
+            peer.close()
+
+    def _reach(self, use: LinkUse, low: int, high: int, until_s: float) -> RankLink | None:
+        """Return a link to the lower rank; its addresses are tried in turn."""
+        hello = self._hello(use, low, high)
+        while True:
+            for address in self._ranks[low].addresses:
+                if self._is_over(until_s):
+                    return None
+                try:
+                    peer = socket.create_connection((address, self._ranks[low].port), TRY_S)
+                except OSError:
+                    continue
+                with suppress(OSError):
+                    peer.sendall(hello)
+                    session = prove_as_guest(peer, self._key_of(hello, low, high), encrypted=self._encrypted)
+                    if session is not None:
+                        tune(peer)
+                        return RankLink(tunnel(peer, session), f"rank {low}")
+                peer.close()
+            time.sleep(NAP_S)
