@@ -278,7 +278,7 @@ class _Fields:
     def stored(self) -> StoredKind:
         """Return the numbers of the files, which `hserve quantize` writes down."""
         ours = self.get("hpcserve", {})
-        kind = ours.get("weights", StoredKind.FLOAT) if isinstance(ours, dict) else None
+        kind = str(ours.get("weights", StoredKind.FLOAT) if isinstance(ours, dict) else ours)
         try:
             return StoredKind(kind)
         except ValueError:
@@ -396,7 +396,7 @@ def _layer_types(family: ModelFamily, fields: _Fields, layers: int) -> list[str]
 
 
 def _rope(family: ModelFamily, fields: _Fields, layer_type: str) -> RopeSettings:
-    """Return the rotary positions of a type of layers, from `rope_scaling` or `rope_parameters`."""
+    """Return a layer type's rotary positions, from `rope_scaling` or `rope_parameters`."""
     given = fields.get("rope_parameters")
     if given is None:
         given = dict(_object("rope_scaling", fields.get("rope_scaling", {})))

@@ -507,9 +507,11 @@ class _Loader:
         head = None
         if last and len(vocab):
             if config.tied:
-                head = make_linear(table, None, self.kind)
+                head = make_linear(table, None, self.kind, self.device)
             else:
-                head = make_linear(self.rows("lm_head", vocab, config.vocab, config.hidden), None, self.kind)
+                head = make_linear(
+                    self.rows("lm_head", vocab, config.vocab, config.hidden), None, self.kind, self.device
+                )
         return table, head
 
     def positions(self) -> Tensor | None:
@@ -561,7 +563,7 @@ class _Loader:
         """Return the product with columns of a matrix, whose outputs are hidden states."""
         if not len(span):
             return None
-        return make_linear(self.matrix(name, (self.config.hidden, inputs), None, span), None, self.kind)
+        return make_linear(self.matrix(name, (self.config.hidden, inputs), None, span), None, self.kind, self.device)
 
     def matrix(self, name: str, shape: tuple[int, int], rows: Span | None, columns: Span | None) -> Weight:
         """Return rows and columns of a matrix of this shape, also if the file has it turned round."""
@@ -599,7 +601,7 @@ class _Loader:
         bias = None
         if config.qkv_bias:
             bias = torch.cat([self.vector(f"{name}.bias", width, span) for name, width, span in pieces])
-        return make_linear(weight, bias, self.kind)
+        return make_linear(weight, bias, self.kind, self.device)
 
     def router(self, base: str) -> Tensor:
         """Return the matrix that scores experts, as float32."""
@@ -627,7 +629,7 @@ class _Loader:
             bias = torch.cat([self.vector(f"{base}{name}.bias", config.ffn, span) for name in up])
         last = self.columns(base + down, span, config.ffn)
         assert last is not None
-        return FfnWeights(up=make_linear(weight, bias, self.kind), down=last, width=len(span))
+        return FfnWeights(up=make_linear(weight, bias, self.kind, self.device), down=last, width=len(span))
 
 
 def _moved(span: Span, by: int) -> Span:

@@ -50,6 +50,7 @@ SAMPLES_OF_A_FILE = 64
 SAMPLE_BYTES = 4096
 GROUP_COLUMNS = 32  # of int4
 LARGEST_INT8 = 127
+QUANTIZED_ROWS = 256  # at a time: bounds the memory of temporary numbers
 LENGTH = struct.Struct("<Q")
 TYPES = {
     "F64": torch.float64,
@@ -104,22 +105,33 @@ class Int4Weight:
 
 def quantized_int8(weight: Tensor) -> Int8Weight:
     """Return a matrix [out, in] as int8; a row of zeros has a scale of 1."""
-    rows = weight.float()
-    scale = rows.abs().amax(1) / LARGEST_INT8
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return Int8Weight(values=torch.round(rows / scale[:, None]).to(torch.int8), scale=scale)
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(len(weight))
+    for first in range(0, len(weight), QUANTIZED_ROWS):
+        part = slice(first, first + QUANTIZED_ROWS)
+        rows = weight[part].float()
+        largest = rows.abs().amax(1) / LARGEST_INT8
+        scale[part] = torch.where(largest > 0, largest, 1.0)
+        values[part] = torch.round(rows / scale[part, None]).to(torch.int8)
+    return Int8Weight(values=values, scale=scale)
 
 
 def quantized_int4(weight: Tensor) -> Int4Weight:
     """Return a matrix [out, in] as int4; `in` is a multiple of 32."""
-    groups = weight.float().view(len(weight), -1, GROUP_COLUMNS)
-    low, high = groups.amin(2), groups.amax(2)
-    scales = ((high - low) / 15).half()
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    zeros = (low + 8 * scales.float()).half()
-    numbers = torch.round((groups - zeros.float()[..., None]) / scales.float()[..., None]) + 8
-    numbers = numbers.clamp_(0, 15).to(torch.uint8).flatten(1)
-    return Int4Weight(values=numbers[:, ::2] | (numbers[:, 1::2] << 4), scales=scales, zeros=zeros)
+    count, groups = len(weight), weight.shape[1] // GROUP_COLUMNS
+    values = torch.empty((count, weight.shape[1] // 2), dtype=torch.uint8)
+    scales, zeros = torch.empty((count, groups), dtype=torch.half), torch.empty((count, groups), dtype=torch.half)
+    for first in range(0, count, QUANTIZED_ROWS):
+        part = slice(first, first + QUANTIZED_ROWS)
+        rows = weight[part].float().unflatten(1, (groups, GROUP_COLUMNS))
+        low, high = rows.amin(2), rows.amax(2)
+        steps = ((high - low) / 15).half()
+        scales[part] = torch.where(steps > 0, steps, 1.0)
+        zeros[part] = (low + 8 * scales[part].float()).half()
+        numbers = torch.round((rows - zeros[part, :, None].float()) / scales[part, :, None].float()) + 8
+        numbers = numbers.clamp_(0, 15).to(torch.uint8).flatten(1)
+        values[part] = numbers[:, ::2] | (numbers[:, 1::2] << 4)
+    return Int4Weight(values=values, scales=scales, zeros=zeros)
 
 
 class WeightFiles:
@@ -438,7 +450,7 @@ def _stays_inside(path: Path) -> bool:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(bytearray())
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
 
 
 def _checked(path: str, name: str, entry: Any, size: int) -> tuple[int, int, tuple[int, ...], torch.dtype]:
