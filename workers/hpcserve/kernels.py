@@ -262,7 +262,7 @@ def _packed_int8(weight: Weight, bias: Tensor | None) -> Linear:
 
 
 def _int4_tables(weight: Int4Weight) -> tuple[Tensor, Tensor]:
-    """Return numbers [out, in] int32, and scales with zeros [groups, out, 2], for torch to pack."""
+    """Return numbers [out, in] int32, and scales with zeros [groups, out, 2]."""
     numbers = torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(1).int()
     pairs = torch.stack((weight.scales, weight.zeros), -1).transpose(0, 1).contiguous().bfloat16()
     return numbers.contiguous(), pairs

@@ -209,7 +209,7 @@ class WeightFiles:
         if columns is None:
             tensor, count = file.read_rows(stored, rows)
         else:
-            tensor, count = file.read_columns(stored, rows or Span(0, shape[0]), columns)
+            tensor, count = file.read_columns(stored, Span(0, shape[0]) if rows is None else rows, columns)
         self.bytes_read += count
         file.check_unchanged()
         if tensor.is_floating_point() and not _finite(tensor):
@@ -234,7 +234,7 @@ class WeightFiles:
         return self.read(name, rows, columns)
 
     def _int4(self, name: str, rows: Span | None, columns: Span | None) -> Tensor | Int4Weight:
-        wanted = columns or Span(0, 2 * self.shape(f"{name}.int4")[1])
+        wanted = Span(0, 2 * self.shape(f"{name}.int4")[1]) if columns is None else columns
         groups = Span(wanted.start // GROUP_COLUMNS, -(-wanted.stop // GROUP_COLUMNS))
         whole = Int4Weight(
             values=self.read(f"{name}.int4", rows, Span(groups.start * 16, groups.stop * 16)),
