@@ -194,7 +194,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")  # an empty view cannot be cast
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()).cast("B")
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 # ----- sums

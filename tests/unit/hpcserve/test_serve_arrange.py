@@ -1,0 +1,103 @@
+"""Which ranks form the next generation, and who keeps which part: small worlds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcserve.arrange import GroupArrangement, GroupSettings
+from hpcserve.config import ModelConfig, parse_config
+from hpcserve.plan import ServeLoad
+from hpcserve.split import ModelPart, ModelSplit
+from hpctrain.elastic.roster import Member, MemberChoice
+from tests.tiny_models import FAMILIES
+
+LOAD = ServeLoad(streams=2, prompt_tokens=32, answer_tokens=32, context_tokens=128)
+
+
+def config() -> ModelConfig:
+    return parse_config({"model_type": "llama", **FAMILIES["llama"]})
+
+
+def arranged(said: list[str] | None = None, **settings: Any) -> GroupArrangement:
+    wanted = {"ranks": 3, "kind": "fp32", "load": LOAD, "shape": "tensor", **settings}
+    return GroupArrangement(config(), GroupSettings(**wanted), (said if said is not None else []).append)
+
+
+def members(*numbers: int, free_bytes: int = 1 << 40) -> list[Member]:
+    offer: dict[str, object] = {"node": "n", "free_bytes": free_bytes}
+    return [Member(number=number, slot=number, offer=offer, heard_at_s=0.0) for number in numbers]
+
+
+def form(arrangement: GroupArrangement, choice: MemberChoice | None) -> dict[int, ModelPart]:
+    """Form the generation of a choice; the part of each member by its number."""
+    assert choice is not None
+    news: dict[str, object] = {"members": [{"number": one.number} for one in choice.members], **choice.facts}
+    arrangement.formed(news)
+    split = ModelSplit.from_json(choice.facts["split"])
+    return {one.number: split.part(rank) for rank, one in enumerate(choice.members)}
+
+
+def test_the_first_generation_waits_for_all_ranks_while_there_is_patience() -> None:
+    arrangement = arranged()
+    assert arrangement([], members(0, 1), True) is None
+    assert len(form(arrangement, arrangement([], members(0, 1), False))) == 2
+
+
+def test_a_spare_takes_the_part_of_a_lost_rank_and_the_others_keep_theirs() -> None:
+    arrangement = arranged()
+    before = form(arrangement, arrangement([], members(0, 1, 2), True))
+    after = form(arrangement, arrangement(members(0, 2), members(3), False))
+    assert after == {0: before[0], 3: before[1], 2: before[2]}
+    assert list(after) == [0, 3, 2]
+
+
+def test_without_a_spare_the_model_is_planned_for_the_ranks_that_are_left() -> None:
+    arrangement = arranged()
+    form(arrangement, arrangement([], members(0, 1, 2), True))
+    after = form(arrangement, arrangement(members(0, 2), [], False))
+    assert list(after) == [0, 2]
+    assert sum(len(part.ffn) for part in after.values()) == config().ffn
+
+
+def test_a_rank_that_comes_to_a_reduced_group_is_taken_in() -> None:
+    arrangement = arranged()
+    form(arrangement, arrangement([], members(0, 1, 2), True))
+    form(arrangement, arrangement(members(0, 2), [], False))
+    choice = arrangement(members(0, 2), members(3), False)
+    assert list(form(arrangement, choice)) == [0, 2, 3]
+
+
+def test_a_rank_that_comes_to_a_whole_group_changes_nothing() -> None:
+    arrangement = arranged()
+    before = form(arrangement, arrangement([], members(0, 1, 2), True))
+    assert form(arrangement, arrangement(members(0, 1, 2), members(3), False)) == before
+
+
+@pytest.mark.parametrize("shape", ["auto", "pipeline"])
+def test_the_ranks_of_any_shape_hold_the_whole_model(shape: str) -> None:
+    arrangement = arranged(shape=shape, ranks=2)
+    choice = arrangement([], members(0, 1), True)
+    assert choice is not None
+    whole = config()
+    ModelSplit.from_json(choice.facts["split"]).check(
+        layers=whole.layers, kv_groups=whole.kv_groups, ffn=whole.ffn, vocab=whole.vocab
+    )
+
+
+def test_too_little_memory_makes_no_generation_until_more_ranks_come() -> None:
+    said: list[str] = []
+    arrangement = arranged(said, shape="auto", ranks=2)
+    small = members(0, 1, free_bytes=300_200_000)  # a rank needs 300 MB before it holds any weights
+    assert arrangement([], small, False) is None
+    assert "waits for more ranks: cannot fit the model" in said[0]
+    assert arrangement([], small, False) is None
+    assert len(said) == 1, "it is said once"
+
+
+def test_a_spare_with_too_little_memory_does_not_take_a_part() -> None:
+    arrangement = arranged(ranks=2)
+    form(arrangement, arrangement([], members(0, 1), True))
+    after = form(arrangement, arrangement(members(1), members(2, free_bytes=1000), False))
+    assert list(after) == [1, 2], "planned anew for both, as tensor splits of any size are allowed here"

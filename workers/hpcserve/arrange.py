@@ -1,0 +1,234 @@
+"""Which ranks form the next generation of a group, and which part each of them gets.
+
+Pure: members of the roster with their facts come in, a choice with the split goes out. Plans are made by `plan`.
+Rules, in this order:
+- A lost rank's part goes to a waiting rank; all others keep theirs, so that they need not load anything.
+- Without a waiting rank the model is planned anew for those that are left, if it fits.
+- If it does not fit, there is no generation until more ranks come.
+- A rank that comes to an incomplete group is taken in by a new plan; to a complete one it is a spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcserve.config import ModelConfig
+from hpcserve.errors import ServeError
+from hpcserve.plan import LinkTable, ModelDoesNotFit, ModelShape, NodeFacts, PlanGoal, ServeLoad, make_plan
+from hpcserve.split import ModelPart, ModelSplit, Span, even, spans_of
+from hpcserve.steps import BLOCK_POSITIONS
+from hpctrain.elastic.roster import Member, MemberChoice, Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """What the user asked for; `shape` "tensor" or "pipeline" takes the place of the planner."""
+
+    ranks: int
+    kind: str
+    load: ServeLoad
+    goal: PlanGoal = PlanGoal.LATENCY
+    shape: str = "auto"
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of the KV cache on each rank."""
+        return -(-self.load.kv_tokens(self.load.streams) // BLOCK_POSITIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """The ranks of a generation by member number, and their parts."""
+
+    numbers: tuple[int, ...]
+    split: ModelSplit
+    candidates: int  # the ranks among which they were chosen
+    tokens_s: float = 0.0  # predicted for one stream; 0: unknown
+
+
+class GroupArrangement:
+    """The arrangement of a roster (`hpctrain.elastic.roster`) whose members serve a model."""
+
+    def __init__(self, config: ModelConfig, settings: GroupSettings, report: Callable[[str], None]) -> None:
+        self._config, self._settings, self._report = config, settings, report
+        self._last: GroupPlan | None = None  # of the generation that was formed last
+        self._plans: dict[frozenset[int], GroupPlan | None] = {}
+        self._measured: dict[int, float] = {}  # bytes of weights that a member reads a second
+
+    def __call__(self, inside: Sequence[Member], ready: Sequence[Member], patient: bool) -> MemberChoice | None:
+        """Choose the members of the next generation by the rules above."""
+        candidates = [*inside, *ready][: self._settings.ranks]
+        if not candidates or (patient and len(candidates) < self._settings.ranks):
+            return None
+        plan = self._kept(inside, ready) or self._planned(candidates)
+        if plan is None:
+            return None
+        by_number = {member.number: member for member in (*inside, *ready)}
+        return MemberChoice(
+            members=[by_number[number] for number in plan.numbers],
+            facts={
+                "split": plan.split.to_json(),
+                "kind": self._settings.kind,
+                "blocks": self._settings.blocks,
+                "candidates": plan.candidates,
+                "tokens_s": plan.tokens_s,
+            },
+        )
+
+    def resize(self, ranks: int) -> None:
+        """Form groups of so many ranks from now on."""
+        self._settings = replace(self._settings, ranks=ranks)
+
+    def formed(self, news: Message) -> None:
+        """Record the generation that a message to its members announces."""
+        facts: Any = news
+        self._last = GroupPlan(
+            numbers=tuple(member["number"] for member in facts["members"]),
+            split=ModelSplit.from_json(facts["split"]),
+            candidates=facts["candidates"],
+            tokens_s=facts["tokens_s"],
+        )
+
+    def learn(self, step_s: Mapping[int, float], members: Sequence[Member]) -> bool:
+        """Plan anew with members' seconds for a token; return whether the plan changes."""
+        last = self._last
+        if last is None:
+            return False
+        for rank, number in enumerate(last.numbers):
+            if step_s.get(number, 0) > 0:
+                size = part_bytes(self._config, last.split.part(rank), self._settings, with_cache=False)
+                self._measured[number] = size / step_s[number]
+        self._plans.clear()
+        found = self._planned([member for member in members if member.number in last.numbers])
+        if found is None or (found.numbers, found.split) == (last.numbers, last.split):
+            return False
+        self._last = None
+        return True
+
+    def _kept(self, inside: Sequence[Member], ready: Sequence[Member]) -> GroupPlan | None:
+        """Return the last plan, with waiting ranks in the place of lost ones; None: plan anew."""
+        last = self._last
+        if last is None or min(self._settings.ranks, len(inside) + len(ready)) > last.candidates:
+            return None
+        here = {member.number for member in (*inside, *ready)}
+        waiting = [member for member in ready if member.number not in last.numbers]
+        numbers = list(last.numbers)
+        for rank, number in enumerate(numbers):
+            if number not in here:
+                spare = next((one for one in waiting if self._fits(one, last.split.part(rank))), None)
+                if spare is None:
+                    return None
+                waiting.remove(spare)
+                numbers[rank] = spare.number
+        return replace(last, numbers=tuple(numbers))
+
+    def _fits(self, member: Member, part: ModelPart) -> bool:
+        """Return whether a part fits the memory of a waiting rank."""
+        free = node_facts(member).free_bytes
+        return part_bytes(self._config, part, self._settings) <= free
+
+    def _planned(self, candidates: Sequence[Member]) -> GroupPlan | None:
+        key = frozenset(member.number for member in candidates)
+        if key not in self._plans:
+            if len(self._plans) > 64:
+                self._plans.clear()
+            try:
+                self._plans[key] = self._made(candidates)
+            except ModelDoesNotFit as error:
+                self._report(f"the group waits for more ranks: {error}")
+                self._plans[key] = None
+        return self._plans[key]
+
+    def _made(self, candidates: Sequence[Member]) -> GroupPlan:
+        settings = self._settings
+        if settings.shape != "auto":
+            split = even_split(self._config, len(candidates), settings.shape)
+            numbers = tuple(member.number for member in candidates)
+            return GroupPlan(numbers=numbers, split=split, candidates=len(candidates))
+        nodes = [
+            replace(node_facts(member), kernel_bytes_s={settings.kind: self._measured[member.number]})
+            if member.number in self._measured
+            else node_facts(member)
+            for member in candidates
+        ]
+        made = make_plan(model_shape(self._config), settings.kind, nodes, LinkTable(), settings.load, settings.goal)
+        best = next((one for one in made.candidates if len(one.replicas) == 1), None)
+        if best is None:
+            raise ModelDoesNotFit("cannot fit the model into one group")
+        replica = best.replicas[0]
+        for name, why in made.left_out.items():
+            self._report(f"{name} is not used: {why}")
+        return GroupPlan(
+            numbers=tuple(int(name.rpartition("#")[2]) for name in replica.nodes),
+            split=replica.split,
+            candidates=len(candidates),
+            tokens_s=1 / replica.alone_s,
+        )
+
+
+def node_facts(member: Member) -> NodeFacts:
+    """Return a member as the planner sees it; its facts come from the rank."""
+    facts: Any = member.offer
+    known = {}
+    for name in ("read_bytes_s", "flops_s", "cores"):
+        if isinstance(facts.get(name), int | float) and facts[name] > 0:
+            known[name] = facts[name]
+    return NodeFacts(
+        name=f"{facts.get('node', '?')}#{member.number}", free_bytes=int(facts.get("free_bytes", 1 << 62)), **known
+    )
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """Return the numbers of a model that decide how it is split."""
+    return ModelShape(
+        layers=config.layers,
+        width=config.hidden,
+        heads=config.heads,
+        kv_groups=config.kv_groups,
+        head_dim=config.head_dim,
+        ffn=config.ffn,
+        vocab=config.vocab,
+        ffn_matrices=3 if config.gated else 2,
+        experts=max(1, config.experts),
+        experts_used=max(1, config.experts_per_token),
+    )
+
+
+def part_bytes(config: ModelConfig, part: ModelPart, settings: GroupSettings, *, with_cache: bool = True) -> int:
+    """Return about the bytes of a part's weights, and of its cache."""
+    shape = model_shape(config)
+    each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.01, "int4": 0.625}[settings.kind]
+    layer = len(part.kv_groups) * shape.group_weights() + len(part.ffn) * shape.column_weights()
+    ends = len(part.vocab) * shape.width * (part.layers.start == 0 or part.layers.stop == shape.layers)
+    cache = 2 * len(part.layers) * len(part.kv_groups) * shape.head_dim * settings.blocks * BLOCK_POSITIONS
+    weights = each * (len(part.layers) * layer + ends)
+    return int(weights + with_cache * cache * (4 if settings.kind == "fp32" else 2))
+
+
+def even_split(config: ModelConfig, ranks: int, shape: str) -> ModelSplit:
+    """Return equal parts: one stage of all ranks ("tensor"), or one for each ("pipeline").
+
+    Raises:
+        ServeError: the model has too few layers or columns.
+    """
+    if shape == "pipeline":
+        if ranks > config.layers:
+            raise ServeError(f"cannot make {ranks} stages of {config.layers} layers: use fewer ranks")
+        whole = (Span(0, config.kv_groups), Span(0, config.ffn), Span(0, config.vocab))
+        return ModelSplit(
+            stages=tuple(
+                (ModelPart(layers=span, kv_groups=whole[0], ffn=whole[1], vocab=whole[2]),)
+                for span in spans_of(even(config.layers, ranks))
+            )
+        )
+    spans = [spans_of(even(length, ranks)) for length in (config.kv_groups, config.ffn, config.vocab)]
+    return ModelSplit(
+        stages=(
+            tuple(
+                ModelPart(layers=Span(0, config.layers), kv_groups=groups, ffn=ffn, vocab=vocab)
+                for groups, ffn, vocab in zip(*spans, strict=True)
+            ),
+        )
+    )

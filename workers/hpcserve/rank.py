@@ -1,0 +1,274 @@
+"""One rank of a served model: loads its part and computes, generation by generation.
+
+The leader, rank 0 of a generation, also runs the engine, and serves the front's requests. A part is loaded in a thread, so that a
+rank leaves a broken generation at once; a part that is still the same in the next generation is kept.
+Environment: HPCTRAIN_ROSTER, HPCTRAIN_ROSTER_KEY and HPCTRAIN_SLOT (`hpctrain.elastic.member`), HPCSERVE_FRONT (the port of the
+front, on the host of the roster), HPCSERVE_VERSION (the hash of the model that the front has), HPCSERVE_SHARE (the ranks of this
+host, which share its memory and cores). Does not know which ranks there are before the roster says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcserve.batching import BatchLimits
+from hpcserve.config import ModelConfig, read_config
+from hpcserve.engine import LocalEngine
+from hpcserve.errors import GroupLost, ServeError
+from hpcserve.grammar import Grammar
+from hpcserve.leader import MOST_LINE_BYTES, LeaderEnd, MessageLine
+from hpcserve.links import Meeting, RankAddress, RankLinks
+from hpcserve.model import DecoderModel
+from hpcserve.runner import GroupRunner, RankProgram
+from hpcserve.split import ModelPart, ModelSplit
+from hpcserve.tokens import TextTokenizer
+from hpcserve.weights import WeightFiles
+from hpctrain.comm.hosts import own_addresses
+from hpctrain.elastic.member import Membership
+from hpctrain.elastic.roster import Message, members_of
+from hpctrain.errors import TrainError
+from hpctrain.peers import GUEST, encryption_wanted
+
+LOOK_S = 0.05
+REPORT_EVERY_S = 1.0
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+class PartLoader:
+    """Loads parts of the model in a thread, and keeps the last one."""
+
+    def __init__(self, config: ModelConfig, checkpoint: WeightFiles) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self._loaded: tuple[ModelPart, str, DecoderModel] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def begin(self, part: ModelPart, kind: str, blocks: int) -> None:
+        """Begin to load a part, unless this rank has it."""
+        before = self._thread
+        self._thread = threading.Thread(target=self._load, args=(before, part, kind, blocks), name="load", daemon=True)
+        self._thread.start()
+
+    def loaded(self, is_given_up: Callable[[], bool]) -> DecoderModel:
+        """Wait for the part that was begun last.
+
+        Raises:
+            GroupLost: the generation is given up.
+            ModelFileError: a file of the model is damaged or missing.
+        """
+        assert self._thread is not None
+        while self._thread.is_alive():
+            self._thread.join(LOOK_S)
+            if is_given_up():
+                raise GroupLost("the generation is over")
+        if self._error is not None:
+            raise self._error
+        assert self._loaded is not None
+        return self._loaded[2]
+
+    def _load(self, before: threading.Thread | None, part: ModelPart, kind: str, blocks: int) -> None:
+        if before is not None:
+            before.join()
+        try:
+            if self._loaded is not None and self._loaded[:2] == (part, kind):
+                model = self._loaded[2]
+            else:
+                self._loaded = None  # its memory is needed
+                model = DecoderModel(self._config, self._checkpoint, part, kind)
+            if model.cache.blocks != blocks:
+                model.allocate(blocks)
+            self._loaded, self._error = (part, kind, model), None
+        except Exception as error:  # top of the thread: `loaded` raises it
+            self._error = error
+
+
+class ServeRank:
+    """This process as a rank, in one generation after the other."""
+
+    def __init__(self, directory: Path, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._config = read_config(directory)
+        self._checkpoint = WeightFiles(directory)
+        self._tokenizer = TextTokenizer.load(directory, self._config.vocab)
+        self._loader = PartLoader(self._config, self._checkpoint)
+        self._listener = socket.create_server(("", 0), backlog=64)
+        self._secret = os.urandom(16).hex()
+        self._membership = Membership(environ)
+        self._generations = 0
+        self._program: RankProgram | None = None
+
+    def _report(self) -> None:
+        """Tell the front now and then how long this rank computes for a token."""
+        decoded, busy_s, steps = 0, 0.0, 0
+        while True:
+            time.sleep(REPORT_EVERY_S)
+            program = self._program
+            if program is not None and program.decoded > decoded:
+                steps += program.decoded - decoded
+                self._membership.report_step(self._generations + steps, program.busy_s - busy_s)
+            decoded, busy_s = (program.decoded, program.busy_s) if program is not None else (0, 0.0)
+
+    def run(self) -> None:
+        """Take part until the roster ends this process."""
+        threading.Thread(target=self._report, name="report", daemon=True).start()
+        membership = self._membership
+        version = self._checkpoint.version()
+        if version != self._environ.get("HPCSERVE_VERSION", version):
+            membership.report_misfit(f"it sees another version of the model ({version[:12]}): is the share up to date?")
+            sys.exit(1)
+        membership.ready(self._offer())
+        while True:
+            news = membership.next_generation()
+            generation = int(str(news["generation"]))
+            failed = not membership.changing
+            try:
+                self._take_part(news, generation)
+            except GroupLost as error:
+                failed = not membership.changing
+                say(f"generation {generation} is over: {error}")
+            except (ServeError, MemoryError) as error:
+                membership.failed(f"a rank cannot take part: {error}")
+                sys.exit(1)
+            membership.unwatch()
+            membership.leave_generation(generation, failed=failed)
+
+    def _offer(self) -> Message:
+        """Return where this rank listens, and what the planner wants to know of it."""
+        share = max(1, int(self._environ.get("HPCSERVE_SHARE", "1")))
+        cores = max(1, len(os.sched_getaffinity(0)) // share)
+        torch.set_num_threads(cores)
+        return {
+            "addresses": [self._membership.host, *own_addresses()],
+            "port": self._listener.getsockname()[1],
+            "secret": self._secret,
+            "node": self._environ.get("HPCSCHED_NODENAME") or socket.gethostname(),
+            "free_bytes": free_bytes() // share,
+            "cores": cores,
+        }
+
+    def _take_part(self, news: Message, generation: int) -> None:
+        """Load, connect, and compute until the generation is over, which raises GroupLost."""
+        members: list[Any] = members_of(news)
+        rank = [member["number"] for member in members].index(self._membership.number)
+        split = ModelSplit.from_json(news["split"])
+        addresses = [
+            RankAddress(addresses=tuple(one["addresses"]), port=one["port"], secret=one["secret"]) for one in members
+        ]
+
+        def is_broken() -> bool:
+            return self._membership.is_broken(generation)
+
+        self._loader.begin(split.part(rank), str(news["kind"]), int(str(news["blocks"])))
+        meeting = Meeting(
+            split,
+            addresses,
+            generation,
+            self._membership.key,
+            encrypted=encryption_wanted(self._environ),
+            is_given_up=is_broken,
+        )
+        links = meeting.connect(rank, self._listener)
+        self._membership.watch(generation, links.break_off)
+        try:
+            model = self._loader.loaded(is_broken)
+            self._generations += 1
+            self._membership.report_step(self._generations, 0.0)
+            if rank == 0:
+                self._lead(model, links, generation)
+            else:
+                links.say_ready()
+                self._program = RankProgram(model, links)
+                self._program.follow()
+        finally:
+            self._membership.unwatch()
+            links.break_off()
+            links.close()
+
+    def _lead(self, model: DecoderModel, links: RankLinks, generation: int) -> None:
+        links.await_ready()
+        limits = BatchLimits(blocks=model.cache.blocks, context_tokens=self._config.context_tokens)
+        runner = GroupRunner(model, links)
+        self._program = runner.program
+        engine = LocalEngine(
+            runner,
+            limits,
+            vocabulary=self._config.vocab,
+            eos=frozenset(self._config.eos_tokens),
+            grammar=Grammar(self._tokenizer, self._config.vocab).start,
+        )
+        try:
+            asyncio.run(self._answer(engine, runner, links, generation))
+        finally:
+            links.break_off()  # the engine may wait for a rank
+            engine.close()
+        raise GroupLost("the leader's requests have ended")
+
+    async def _answer(self, engine: LocalEngine, runner: GroupRunner, links: RankLinks, generation: int) -> None:
+        """Serve the front's requests until the generation is over."""
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def end() -> None:
+            links.break_off()
+            loop.call_soon_threadsafe(over.set)
+
+        self._membership.watch(generation, end)
+        try:
+            host = self._environ["HPCTRAIN_ROSTER"].rpartition(":")[0]
+            port = int(self._environ["HPCSERVE_FRONT"])
+            reader, writer = await asyncio.open_connection(host, port, limit=MOST_LINE_BYTES)
+            line = await MessageLine.proved(reader, writer, self._membership.key, GUEST, self._environ)
+            line.send({"type": "leader", "generation": generation})
+            serving = asyncio.create_task(LeaderEnd(engine, line, runner.metrics).serve(over))
+            while not serving.done():
+                await asyncio.wait([serving], timeout=LOOK_S)
+                if self._membership.changing or runner.is_lost:
+                    over.set()
+            await serving
+        except OSError as error:
+            raise GroupLost(f"cannot reach the front ({error})") from None
+        finally:
+            self._membership.unwatch()
+
+
+def free_bytes() -> int:
+    """Return the memory that this process may still use, by its host and cgroup."""
+    with open("/proc/meminfo") as file:
+        facts = dict(line.split(":", 1) for line in file)
+    free = int(facts["MemAvailable"].split()[0]) << 10
+    try:
+        limit = CGROUP_LIMIT.read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int(CGROUP_USED.read_text()))
+    except (OSError, ValueError):
+        pass  # no cgroup, or one of the first version
+    return max(0, free)
+
+
+def say(text: str) -> None:
+    """Print a line for the job's output."""
+    sys.stderr.write(f"hpcserve: {text}\n")
+    sys.stderr.flush()
+
+
+def run_rank(directory: Path) -> int:
+    """Run this process as a rank; return its exit status."""
+    try:
+        ServeRank(directory, os.environ).run()
+    except (ServeError, TrainError) as error:
+        say(str(error))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(Path(sys.argv[1])))
