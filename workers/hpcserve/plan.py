@@ -1,4 +1,4 @@
-"""Plans how nodes share a model: the candidates with their predicted speed and memory, and why the first is the best.
+"""Plans how nodes share a model: candidates, their predicted speed and memory, and why.
 
 Pure: the facts of model, nodes, links and load come in, a `ServePlan` goes out. Does not know how facts are measured
 (`measure`) nor how ranks start. Rules: memory is a hard limit; a rank waits for its stage after attention and after the FFN,
@@ -34,7 +34,7 @@ MOST_TRIED = 4  # nodes of which all combinations are tried
 REGULAR_SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)  # of groups of more nodes
 WRONG_SHARE = 0.25  # a prediction is wrong if the measurement differs by more
 
-Stage = tuple["NodeFacts", ...]
+Stage = tuple["ServeNode", ...]
 Replica = tuple[Stage, ...]
 
 
@@ -47,7 +47,7 @@ class PlanGoal(StrEnum):
 
 
 class KernelFacts(NamedTuple):
-    """A kind of weights and its kernels: bytes of a weight, of a row's scales; how well they use memory and cores."""
+    """Bytes of a kind's weight and row, and how well its kernels use memory and cores."""
 
     weight_bytes: float
     row_bytes: float
@@ -101,8 +101,11 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
-    """One node as the planner sees it; `read_bytes_s` is what it reads while the other ranks read."""
+class ServeNode:
+    """One node as the planner sees it.
+
+    `read_bytes_s` is what it reads while the other ranks read.
+    """
 
     name: str
     free_bytes: int
@@ -274,7 +277,7 @@ class ServePlan:
 def make_plan(
     shape: ModelShape,
     kind: str,
-    nodes: Sequence[NodeFacts],
+    nodes: Sequence[ServeNode],
     links: LinkTable,
     load: ServeLoad,
     goal: PlanGoal = PlanGoal.LATENCY,
@@ -312,7 +315,7 @@ def replan(predicted: float, measured: Sequence[float]) -> bool:
     return len(measured) > 1 and all(abs(one - predicted) > WRONG_SHARE * predicted for one in measured[-2:])
 
 
-def check_facts(shape: ModelShape, kind: str, nodes: Sequence[NodeFacts], load: ServeLoad) -> None:
+def check_facts(shape: ModelShape, kind: str, nodes: Sequence[ServeNode], load: ServeLoad) -> None:
     """Check what the planner was given.
 
     Raises:
@@ -340,7 +343,7 @@ def check_facts(shape: ModelShape, kind: str, nodes: Sequence[NodeFacts], load: 
 # ----- which nodes form replicas and stages
 
 
-def candidates(task: PlanTask, nodes: Sequence[NodeFacts]) -> list[PlanCandidate]:
+def candidates(task: PlanTask, nodes: Sequence[ServeNode]) -> list[PlanCandidate]:
     """Return one candidate for each arrangement of nodes that fits."""
     known: dict[tuple[Replica, int], ReplicaPlan | None] = {}
 
@@ -359,7 +362,7 @@ def candidates(task: PlanTask, nodes: Sequence[NodeFacts]) -> list[PlanCandidate
     return found
 
 
-def arrangements(task: PlanTask, nodes: Sequence[NodeFacts]) -> Iterator[tuple[Replica, ...]]:
+def arrangements(task: PlanTask, nodes: Sequence[ServeNode]) -> Iterator[tuple[Replica, ...]]:
     """Yield ways to make replicas of stages of nodes."""
     by_speed = sorted(nodes, key=lambda node: (node.weight_s(task.kind, 1), -node.free_bytes, node.name))
     by_memory = sorted(nodes, key=lambda node: (-node.free_bytes, node.name))
@@ -371,7 +374,7 @@ def arrangements(task: PlanTask, nodes: Sequence[NodeFacts]) -> Iterator[tuple[R
             yield from regular_arrangements(task, by_memory)
 
 
-def all_arrangements(task: PlanTask, nodes: Sequence[NodeFacts]) -> Iterator[tuple[Replica, ...]]:
+def all_arrangements(task: PlanTask, nodes: Sequence[ServeNode]) -> Iterator[tuple[Replica, ...]]:
     """Yield all arrangements of all subsets of a few nodes, up to the order of replicas."""
     for count in range(1, len(nodes) + 1):
         for some in itertools.combinations(nodes, count):
@@ -384,7 +387,7 @@ def all_arrangements(task: PlanTask, nodes: Sequence[NodeFacts]) -> Iterator[tup
                 yield from itertools.product(*options)
 
 
-def partitions(nodes: Sequence[NodeFacts]) -> Iterator[tuple[Stage, ...]]:
+def partitions(nodes: Sequence[ServeNode]) -> Iterator[tuple[Stage, ...]]:
     """Yield all ways to put nodes into groups, in the order of the nodes."""
     if not nodes:
         yield ()
@@ -395,7 +398,7 @@ def partitions(nodes: Sequence[NodeFacts]) -> Iterator[tuple[Stage, ...]]:
             yield (*rest[:index], (*group, nodes[-1]), *rest[index + 1 :])
 
 
-def regular_arrangements(task: PlanTask, nodes: Sequence[NodeFacts]) -> Iterator[tuple[Replica, ...]]:
+def regular_arrangements(task: PlanTask, nodes: Sequence[ServeNode]) -> Iterator[tuple[Replica, ...]]:
     """Yield arrangements of the first nodes of a list in groups of about the same size."""
     sizes = (*(count for count in REGULAR_SIZES if count < len(nodes)), len(nodes))
     for used, replicas, stages in itertools.product(sizes, sizes, sizes):
@@ -408,9 +411,9 @@ def regular_arrangements(task: PlanTask, nodes: Sequence[NodeFacts]) -> Iterator
             yield tuple(dealt(group, stages) for group in dealt(nodes[:used], replicas))
 
 
-def dealt(nodes: Sequence[NodeFacts], count: int) -> tuple[Stage, ...]:
+def dealt(nodes: Sequence[ServeNode], count: int) -> tuple[Stage, ...]:
     """Deal nodes to `count` groups, forth and back, so that their sums are similar."""
-    groups: list[list[NodeFacts]] = [[] for _ in range(count)]
+    groups: list[list[ServeNode]] = [[] for _ in range(count)]
     for index, node in enumerate(nodes):
         turn, place = divmod(index, count)
         groups[count - 1 - place if turn % 2 else place].append(node)
@@ -438,7 +441,7 @@ def best_replica(task: PlanTask, replica: Replica, streams: int) -> ReplicaPlan 
 
 
 def replica_plans(task: PlanTask, stages: Replica, streams: int) -> Iterator[ReplicaPlan]:
-    """Yield plans of stages in this order: layers balanced by speed, and most layers on the fastest."""
+    """Yield plans of stages in this order: layers balanced, and most on the fastest."""
     rows = math.ceil(streams / min(len(stages), streams))
     ends = [(index == 0, index == len(stages) - 1) for index in range(len(stages))]
     costs = [sum_of_speeds(task, stage, rows) for stage in stages]
@@ -465,7 +468,7 @@ def sum_of_speeds(task: PlanTask, stage: Stage, rows: int) -> float:
 
 
 def filled(units: int, costs: Sequence[float], caps: Sequence[int]) -> list[int] | None:
-    """Return counts that use the cheapest places first, at least one each; None if there is no room."""
+    """Return counts that use the cheapest places first, one or more each; None: no room."""
     if min(caps) < 1 or sum(caps) < units or units < len(caps):
         return None
     counts = [1] * len(caps)
@@ -484,7 +487,10 @@ def shares(
     base: Sequence[float] | None = None,
     least: int = 0,
 ) -> list[int] | None:
-    """Share `units` so that the largest of base + count * cost is as small as possible; None if there is no room."""
+    """Share `units` so that the largest of base + count * cost is the smallest possible.
+
+    None if there is no room.
+    """
     base = base or [0.0] * len(costs)
     if sum(caps) < units or min(caps) < least or units < least * len(costs):
         return None
@@ -512,7 +518,7 @@ def shares(
 def ideal_shares(
     units: int, costs: Sequence[float], caps: Sequence[int], base: Sequence[float]
 ) -> list[float]:  # fmt: skip
-    """Return how `units`, if they could be divided, fill places of these costs and sizes to one level."""
+    """Return how `units`, if they could be divided, fill places to one level."""
     counts = [0.0] * len(costs)
     active = set(range(len(costs)))
     left = float(units)
@@ -539,7 +545,7 @@ class UnitBytes(NamedTuple):
 
 
 def unit_bytes(task: PlanTask, layers: int, first: bool, last: bool, streams: int) -> UnitBytes:
-    """Return the memory of a KV group with its cache, of 32 FFN columns, of 64 rows of the vocabulary."""
+    """Return the memory of a KV group with its cache, of FFN columns, of vocabulary."""
     shape = task.shape
     cache = 2 * shape.head_dim * task.plain_bytes * task.load.kv_tokens(streams)
     return UnitBytes(
@@ -594,7 +600,10 @@ def stage_widths(
 def tight_shares(
     totals: Sequence[int], unit: UnitBytes, costs: Sequence[float], free: Sequence[float], turn: Sequence[int]
 ) -> list[list[int]] | None:
-    """Share groups, columns and vocabulary in this order within the memory that is left; None if there is too little."""
+    """Share groups, columns and vocabulary in this order within the memory that is left.
+
+    None if there is too little.
+    """
     room = list(free)
     counts: list[list[int]] = [[], [], []]
     for item in turn:
@@ -760,7 +769,7 @@ def name_of(replicas: Sequence[ReplicaPlan]) -> str:
 
 
 def name_of_split(sizes: Sequence[int]) -> str:
-    """Return how stages of these sizes are called, as `tensor 2`, `pipeline 3` or `pipeline of tensor 2, 1`."""
+    """Return the name of stages of these sizes, as `pipeline of tensor 2, 1`."""
     if sum(sizes) == 1:
         return "one node"
     if len(sizes) == 1:
@@ -805,7 +814,7 @@ def why_best(goal: PlanGoal, shown: Sequence[PlanCandidate]) -> str:
     return f"{said}; next is {shown[1].name} on {', '.join(shown[1].nodes)} with {figures(goal, shown[1])}"
 
 
-def why_left_out(task: PlanTask, node: NodeFacts, best: PlanCandidate, tried: Sequence[PlanCandidate]) -> str:
+def why_left_out(task: PlanTask, node: ServeNode, best: PlanCandidate, tried: Sequence[PlanCandidate]) -> str:
     """Return why the best candidate does not use a node."""
     least = work_bytes(task, False, 1)
     if node.free_bytes <= least:
@@ -816,7 +825,7 @@ def why_left_out(task: PlanTask, node: NodeFacts, best: PlanCandidate, tried: Se
     return f"the best with it, {with_it.name}, has {figures(task.goal, with_it)} instead of {figures(task.goal, best)}"
 
 
-def refusal(task: PlanTask, nodes: Sequence[NodeFacts]) -> str:
+def refusal(task: PlanTask, nodes: Sequence[ServeNode]) -> str:
     """Return what is missing in numbers, and what would fit."""
     streams = task.load.streams
     have = ", ".join(f"{node.name} has {gib(node.free_bytes)} free" for node in list(nodes)[:8])
@@ -844,7 +853,7 @@ def whole_bytes(task: PlanTask, streams: int) -> int:
     return int(parts) + work_bytes(task, True, streams)
 
 
-def can_fit(task: PlanTask, nodes: Sequence[NodeFacts]) -> bool:
+def can_fit(task: PlanTask, nodes: Sequence[ServeNode]) -> bool:
     """Return whether any arrangement that uses all memory fits."""
     ways: list[Callable[[], bool]] = [
         lambda: bool(candidates(task, sorted(nodes, key=lambda node: -node.free_bytes)[:MOST_TRIED])),
@@ -854,7 +863,7 @@ def can_fit(task: PlanTask, nodes: Sequence[NodeFacts]) -> bool:
     return any(way() for way in ways)
 
 
-def fewer_tokens(task: PlanTask, nodes: Sequence[NodeFacts]) -> list[str]:
+def fewer_tokens(task: PlanTask, nodes: Sequence[ServeNode]) -> list[str]:
     """Return the shorter context, or the fewer streams, that would fit."""
     load = task.load
     for streams in dict.fromkeys((load.streams, 1)):
@@ -869,7 +878,7 @@ def fewer_tokens(task: PlanTask, nodes: Sequence[NodeFacts]) -> list[str]:
     return []
 
 
-def one_more_node(task: PlanTask, nodes: Sequence[NodeFacts]) -> list[str]:
+def one_more_node(task: PlanTask, nodes: Sequence[ServeNode]) -> list[str]:
     """Return the memory of one more node with which the model would fit."""
     for size in range(1, 2 * math.ceil(whole_bytes(task, task.load.streams) / GIB) + 1):
         more = replace(nodes[0], name="one more node", free_bytes=size * GIB // 2)

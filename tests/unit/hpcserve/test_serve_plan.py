@@ -18,10 +18,10 @@ from hpcserve.plan import (
     LinkTable,
     ModelDoesNotFit,
     ModelShape,
-    NodeFacts,
     PlanGoal,
     PlanTask,
     ServeLoad,
+    ServeNode,
     StageWidths,
     ideal_shares,
     make_plan,
@@ -36,12 +36,12 @@ SMALL = ModelShape(layers=4, width=1024, heads=6, kv_groups=3, head_dim=64, ffn=
 SHARED_MEMORY = LinkTable(default=LinkFacts(latency_s=30e-6, rate_bytes_s=5e9))
 
 
-def node(name: str, free_gib: float = 8, gbps: float = 38) -> NodeFacts:
+def node(name: str, free_gib: float = 8, gbps: float = 38) -> ServeNode:
     """Return the facts of a node."""
-    return NodeFacts(name=name, free_bytes=int(free_gib * GIB), read_bytes_s=gbps * 1e9)
+    return ServeNode(name=name, free_bytes=int(free_gib * GIB), read_bytes_s=gbps * 1e9)
 
 
-def nodes_of(*frees: float) -> list[NodeFacts]:
+def nodes_of(*frees: float) -> list[ServeNode]:
     """Return nodes that differ in their memory only."""
     return [node(f"n{index}", free) for index, free in enumerate(frees)]
 
