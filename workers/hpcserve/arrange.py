@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcserve.config import ModelConfig
 from hpcserve.errors import ServeError
-from hpcserve.plan import LinkTable, ModelDoesNotFit, ModelShape, NodeFacts, PlanGoal, ServeLoad, make_plan
+from hpcserve.plan import LinkTable, ModelDoesNotFit, PlanGoal, ServeLoad, ServeNode, make_plan, model_shape
 from hpcserve.split import ModelPart, ModelSplit, Span, even, spans_of
 from hpcserve.steps import BLOCK_POSITIONS
 from hpctrain.elastic.roster import Member, MemberChoice, Message
@@ -168,31 +168,15 @@ class GroupArrangement:
         )
 
 
-def node_facts(member: Member) -> NodeFacts:
+def node_facts(member: Member) -> ServeNode:
     """Return a member as the planner sees it; its facts come from the rank."""
     facts: Any = member.offer
     known = {}
     for name in ("read_bytes_s", "flops_s", "cores"):
         if isinstance(facts.get(name), int | float) and facts[name] > 0:
             known[name] = facts[name]
-    return NodeFacts(
+    return ServeNode(
         name=f"{facts.get('node', '?')}#{member.number}", free_bytes=int(facts.get("free_bytes", 1 << 62)), **known
-    )
-
-
-def model_shape(config: ModelConfig) -> ModelShape:
-    """Return the numbers of a model that decide how it is split."""
-    return ModelShape(
-        layers=config.layers,
-        width=config.hidden,
-        heads=config.heads,
-        kv_groups=config.kv_groups,
-        head_dim=config.head_dim,
-        ffn=config.ffn,
-        vocab=config.vocab,
-        ffn_matrices=3 if config.gated else 2,
-        experts=max(1, config.experts),
-        experts_used=max(1, config.experts_per_token),
     )
 
 

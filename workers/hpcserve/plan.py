@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from hpcserve.config import ModelConfig
 from hpcserve.errors import ServeError
 from hpcserve.split import ModelPart, ModelSplit, spans_of
 
@@ -98,6 +99,22 @@ class ModelShape:
         """Return the weights of the model's matrices, embedding and output separately."""
         layer = self.kv_groups * self.group_weights() + self.ffn * self.column_weights()
         return self.layers * layer + 2 * self.vocab * self.width
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """Return the numbers of a model that decide how it is split."""
+    return ModelShape(
+        layers=config.layers,
+        width=config.hidden,
+        heads=config.heads,
+        kv_groups=config.kv_groups,
+        head_dim=config.head_dim,
+        ffn=config.ffn,
+        vocab=config.vocab,
+        ffn_matrices=3 if config.gated else 2,
+        experts=max(1, config.experts),
+        experts_used=max(1, config.experts_per_token),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
