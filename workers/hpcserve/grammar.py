@@ -23,7 +23,7 @@ from hpcserve.tokens import TextTokenizer
 
 MOST_SCHEMA_BYTES = 64 << 10
 MOST_SCHEMA_DEPTH = 32
-LIMITS = {"max_grammar_size": 100_000, "max_lexer_states": 50_000, "step_max_items": 50_000, "verbose_errors": False}
+LIMITS = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, step_max_items=50_000, verbose_errors=False)
 
 
 class Grammar:
@@ -44,7 +44,7 @@ class Grammar:
         text = schema_text(schema)
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
-            matcher = LLMatcher(self._made_trie(), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+            matcher = LLMatcher(self._made_trie(), grammar, log_level=0, limits=LIMITS)
         except (ValueError, RuntimeError) as error:
             raise InvalidRequest(f"cannot use the JSON schema: {str(error)[:300]}") from None
         if matcher.is_error():

@@ -36,7 +36,9 @@ class TextTokenizer:
         self.special = frozenset(
             number for number, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
+        self.longest = max(map(len, vocabulary), default=1)  # characters of a token
         self.end_tokens = frozenset(end_tokens)
         self._bytes: dict[int, bytes] = {}
 
