@@ -125,9 +125,9 @@ class BlockPool:
 class StepCosts:
     """What a step takes by its number of tokens, learned from the steps that were done.
 
-    Means are kept by powers of two of the tokens; costs between them are interpolated. Above the largest known number a step is
-    assumed to take proportionally longer. A mean that is not measured any more fades, so that one slow step does not count
-    forever.
+    Means are kept by powers of two of the tokens; costs between them are interpolated. Outside the known numbers a step is
+    assumed to take proportionally longer or shorter, so that none takes longer than it is allowed to. A mean that is not
+    measured any more fades, so that one slow step does not count forever.
     """
 
     WEIGHT = 0.2  # of a new measurement
@@ -135,6 +135,10 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float]] = {}  # tokens and seconds
+
+    def knows(self, tokens: int) -> bool:
+        """Return whether a step of about so many tokens was measured."""
+        return tokens.bit_length() in self._means
 
     def observe(self, tokens: int, took_s: float) -> None:
         """Add a measured step."""
@@ -156,7 +160,7 @@ class StepCosts:
         below = [point for point in points if point[0] <= tokens]
         above = [point for point in points if point[0] > tokens]
         if not below:
-            return above[0][1]
+            return above[0][1] * tokens / above[0][0]
         (low, low_s) = below[-1]
         if not above:
             return low_s * tokens / low
@@ -313,6 +317,7 @@ class Batcher:
         """Return the next step, or None if there is nothing to compute, or no step can begin now."""
         if self._flights >= self.limits.depth:
             return None
+        self._make_room()
         rows = self._decode_rows()
         self._add_prompt_rows(rows)
         if not rows:
@@ -407,21 +412,17 @@ class Batcher:
     def _add_prompt_rows(self, rows: list[PlannedRow]) -> None:
         """Add parts of prompts, the lowest rank first, as far as the step's tokens and time allow."""
         left = self._prompt_tokens(sum(len(row.row.tokens) for row in rows))
-        there = {id(row.sequence) for row in rows}
         prompts = [sequence for sequence in self._running if sequence.remaining > 1 and not sequence.cancelled]
         prompts.sort(key=by_rank, reverse=True)
         while left > 0:
             waiting = self._waiting[0] if self._waiting else None
-            if waiting is not None and (not prompts or waiting.rank < prompts[-1].rank) and self._admit(waiting, there):
+            if waiting is not None and (not prompts or waiting.rank < prompts[-1].rank) and self._admit(waiting):
                 sequence = waiting
             elif prompts:
                 sequence = prompts.pop()
             else:
                 return
-            if not sequence.blocks:
-                continue  # preempted just now
             planned = self._row(sequence, min(left, sequence.remaining))
-            there.add(id(sequence))
             rows.append(planned)
             left -= len(planned.row.tokens)
 
@@ -431,6 +432,8 @@ class Batcher:
         others = any(sequence.flights and sequence.planned >= len(sequence.tokens) for sequence in self._running)
         if not decoding and not others:
             return most
+        if decoding and not self.costs.knows(decoding):
+            return 0  # one step without prompts, to measure what the others are compared with
         limit_s = self.limits.step_s
         base_s = self.costs.predict_s(max(1, decoding))
         if limit_s is None and base_s is not None:
@@ -455,46 +458,48 @@ class Batcher:
         )
         return PlannedRow(sequence=sequence, row=row, chooses=last and not request.embed)
 
-    def _admit(self, sequence: LiveSequence, there: Collection[int]) -> bool:
-        """Let the first waiting sequence run, and return whether that was possible.
-
-        Running sequences of a lower priority make room.
-        """
-        while not self._place(sequence):
+    def _make_room(self) -> None:
+        """Preempt sequences of a lower priority until the first waiting one can run."""
+        while self._waiting and not self._fits(first := self._waiting[0], self._cached(first)):
             victims = [
                 running
                 for running in self._running
-                if running.request.priority < sequence.request.priority
-                and running.rank > sequence.rank
+                if running.request.priority < first.request.priority
+                and running.rank > first.rank
                 and not running.flights
-                and id(running) not in there
             ]
             if not victims:
-                return False
+                return
             self._preempt(max(victims, key=by_rank))
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
-        return True
 
-    def _place(self, sequence: LiveSequence) -> bool:
-        """Give a waiting sequence its blocks, cached ones first, if there are enough.
-
-        Each running sequence must still be able to grow by one."""
-        if len(self._running) >= self.limits.running:
-            return False
-        self._hash(sequence, (len(sequence.tokens) - 1) // BLOCK_POSITIONS)
+    def _cached(self, sequence: LiveSequence) -> list[int]:
+        """Return the blocks that hold the beginning of a waiting sequence; its last token is always computed."""
         request = sequence.request
-        usable = self._prefix_cache and not request.embed and (not request.prompt_logprobs or bool(request.sent))
-        cached = self._pool.find(sequence.contents[: (len(sequence.tokens) - 1) // BLOCK_POSITIONS]) if usable else []
-        need = blocks_for(len(sequence.tokens)) - len(cached)
-        if need + self._pool.idle(cached) + len(self._running) > self._pool.available:
+        if request.embed or (request.prompt_logprobs and not request.sent):
+            return []  # what is wanted of each position is not in the blocks
+        full = (len(sequence.tokens) - 1) // BLOCK_POSITIONS
+        self._hash(sequence, full)
+        return self._pool.find(sequence.contents[:full])
+
+    def _fits(self, sequence: LiveSequence, cached: Sequence[int]) -> bool:
+        """Return whether a waiting sequence can run, and each running one can grow by a block."""
+        need = blocks_for(len(sequence.tokens)) - len(cached) + self._pool.idle(cached)
+        return len(self._running) < self.limits.running and need + len(self._running) <= self._pool.available
+
+    def _admit(self, sequence: LiveSequence) -> bool:
+        """Let the first waiting sequence run with the blocks of all its tokens, if it can."""
+        cached = self._cached(sequence)
+        if not self._fits(sequence, cached):
             return False
         self._pool.share(cached)
+        need = blocks_for(len(sequence.tokens)) - len(cached)
         sequence.blocks = cached + self._pool.take(need, cached[-1] if cached else None)
         sequence.remembered = len(cached)
         sequence.computed = sequence.planned = len(cached) * BLOCK_POSITIONS
         if sequence.last_step < 0:
-            sequence.cached_tokens = min(sequence.computed, len(request.prompt))
+            sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt))
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
         return True
 
     def _grow(self, sequence: LiveSequence) -> bool:
