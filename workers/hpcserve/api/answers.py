@@ -191,7 +191,7 @@ async def collected(deltas: AsyncIterator[Delta | None], choices: Sequence[Choic
     return found
 
 
-class EventStream:
+class SentEvents:
     """An answer as server-sent events; `first` is the first item of `deltas`, already taken."""
 
     def __init__(

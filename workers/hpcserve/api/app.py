@@ -24,9 +24,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from hpcserve.api.answers import AnswerForm, EventStream, collected, compact, usage, while_connected
+from hpcserve.api.answers import AnswerForm, SentEvents, collected, compact, usage, while_connected
 from hpcserve.api.choices import Choice, generated
-from hpcserve.api.guard import ApiError, ApiKey, ApiLimits, Guard, error_response, read_json_body
+from hpcserve.api.guard import ApiError, ApiKey, ApiLimits, RequestGuard, error_response, read_json_body
 from hpcserve.api.openapi import describe
 from hpcserve.api.prompts import PromptMaker, TextRequest
 from hpcserve.api.schema import REQUESTS, check
@@ -55,7 +55,7 @@ def create_app(
     `why_not_ready` returns what the model waits for, until it can answer.
     """
     api = ModelApi(engine, tokenizer, template, name=name, version=version, limits=limits, why_not_ready=why_not_ready)
-    guard = Middleware(Guard, keys=None if keys is None else list(keys), limits=limits, counts=api.counts)
+    guard = Middleware(RequestGuard, keys=None if keys is None else list(keys), limits=limits, counts=api.counts)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -246,7 +246,7 @@ class ModelApi:
         first = await while_connected(anext(deltas), request.receive)
         self._time_first_token(time.monotonic() - begun_s)
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return EventStream(form, choices, first, deltas, limits=self.limits, with_usage=with_usage, on_end=end)
+        return SentEvents(form, choices, first, deltas, limits=self.limits, with_usage=with_usage, on_end=end)
 
     async def _embedding(self, wanted: GenerateRequest) -> tuple[float, ...]:
         vector: tuple[float, ...] = ()

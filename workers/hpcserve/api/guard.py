@@ -240,7 +240,7 @@ def _too_many(limit: str, retry_after_s: float) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
-class Guard:
+class RequestGuard:
     """The middleware of all requests: identifiers, keys, counts, and what is caught last."""
 
     def __init__(self, app: ASGIApp, *, keys: list[ApiKey] | None, limits: ApiLimits, counts: Counter[str]) -> None:
