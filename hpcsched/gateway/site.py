@@ -40,7 +40,8 @@ Page = Callable[[Request], Awaitable[Response]]
 HISTORY_ROWS = 1000  # jobs of one answer
 # A page asks for itself again at most once in so long, for each page that is open: many pages are 10 % of a core together.
 REFRESH_MS_EACH = 80
-HERE = Path(hpcsched.__file__).parent / "web"
+PACKAGE = Path(hpcsched.__file__).parent
+HERE = PACKAGE / "web"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE_HEADERS = SAFE_HEADERS | {
     "content-security-policy": (
@@ -69,6 +70,17 @@ class JobTemplate:
     description: str
     opens: str
     script: str
+
+
+def our_job_templates(package: Path = PACKAGE) -> Path:
+    """Return the folder of the job scripts that come with hpcsched.
+
+    That is `etc/templates` beside the package in a checkout. An installer puts it below the prefix
+    of the environment, or below the directory of the package itself (`pip install --target`).
+    """
+    beside, prefix = package.parent, package.parents[min(3, len(package.parents) - 1)]
+    places = [beside / "etc" / "templates", *(base / "share" / "hpcsched" / "templates" for base in (prefix, beside))]
+    return next((place for place in places if place.is_dir()), places[1])
 
 
 def read_job_templates(folders: Sequence[Path]) -> dict[str, JobTemplate]:
@@ -105,7 +117,7 @@ class Site:
 
     def __init__(self, app: GatewayApp, *, has_oidc: bool = False, own_templates: Path | None = None) -> None:
         self.app, self._has_oidc = app, has_oidc
-        self.job_templates = read_job_templates([HERE / "jobs", *([own_templates] if own_templates else [])])
+        self.job_templates = read_job_templates([our_job_templates(), *([own_templates] if own_templates else [])])
         self._static = {
             path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted((HERE / "static").iterdir())
         }

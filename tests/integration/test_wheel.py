@@ -104,6 +104,7 @@ def test_every_manual_page_is_where_man_looks(prefix: Path) -> None:
     [
         ("etc/examples", "examples"),
         ("etc/cron.d", "cron.d"),
+        ("etc/templates", "templates"),
         ("systemd", "systemd"),
         ("systemd/sysusers.d", "systemd/sysusers.d"),
         ("systemd/tmpfiles.d", "systemd/tmpfiles.d"),
