@@ -12,6 +12,7 @@ import json
 import os
 import pwd
 import random
+import select
 import shutil
 import ssl
 import statistics
@@ -23,15 +24,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from hpcsched import client  # noqa: E402
 from tests.bench.figures import Figure, from_samples  # noqa: E402
+from tests.chromium import chromium  # noqa: E402
 from tests.gateway_server import AS_ROOT, GATEWAY, certificate, free_port, serving  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 
+PATIENCE_S = 120.0  # whatever is waited for longer has failed
 PAGES, USERS = 100, 10
 CHANGE_EVERY_S = 10.0
 GATHER_S, REFRESH_S = 0.1, 1.0  # of the script
@@ -44,17 +47,20 @@ LOADED = """() => {
     paint: paint ? paint.startTime : NaN, ready: all[0].loadEventEnd, page: all[0].transferSize,
   };
 }"""
-CHANGED = """async ([job, verb]) => {
+CHANGED = """async ([job, verb, mostMs]) => {
   const cell = () => document.querySelector(`#job-${job} td:last-child`)?.textContent ?? "";
   const before = cell();
-  const seen = new Promise((done) => {
+  const seen = new Promise((done, fail) => {
     new MutationObserver(() => cell() !== before && done()).observe(document.body, { subtree: true, childList: true });
+    setTimeout(() => fail(new Error(`after ${verb} the page still says of job ${job}: ${before}`)), mostMs);
   });
   const began = performance.now();
-  await fetch(`/api/v1/${verb}`, {
+  const answer = await fetch(`/api/v1/${verb}`, {
     method: "POST", headers: { "content-type": "application/json", "x-requested-with": "bench" },
     body: JSON.stringify({ jobs: [job] }),
   });
+  const { error, errors } = await answer.json();
+  if (error || errors?.length) throw new Error(JSON.stringify(error ?? errors));
   await seen;
   return performance.now() - began;
 }"""
@@ -81,8 +87,7 @@ class Head:
 
     def run(self, *words: str) -> str:
         """Run a command of ours, and return what it prints."""
-        done = subprocess.run(words, env=self.env, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
+        return printed_by(*words, env=self.env)
 
     def processor_s(self) -> float:
         """Return the processor time of controller and gateway so far."""
@@ -91,6 +96,23 @@ class Head:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def printed_by(*words: str, env: dict[str, str]) -> str:
+    """Run a command, and return what it prints."""
+    done = subprocess.run(words, env=env, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+    return done.stdout.strip()
+
+
+def next_line(stream: IO[str] | None, what: str) -> str:
+    """Return the next line of a process that writes one line for each of ours.
+
+    Raises: TimeoutError if it does not come.
+    """
+    assert stream is not None
+    if not select.select([stream], [], [], PATIENCE_S)[0]:
+        raise TimeoutError(f"waited {PATIENCE_S:g} s for {what}")
+    return stream.readline().strip()
 
 
 @contextmanager
@@ -116,20 +138,22 @@ def head_with_gateway(nodes: int, jobs: int) -> Iterator[Head]:
     words += [json.dumps(tables), "36000-72000"]
     log = base / "gateway.log"
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as controller:
-        assert controller.stdout is not None
-        if controller.stdout.readline().strip() != "ready":
-            raise RuntimeError("the controller did not start")
-        with (
-            log.open("wb") as stream,
-            subprocess.Popen(["hpcsched", "gateway"], env=env, stderr=stream, cwd="/") as served,
-        ):
-            wait_until(lambda: b"ready at" in log.read_bytes() or served.poll() is not None)
-            try:
-                yield Head(base=base, port=port, env=env, pids=(controller.pid, served.pid))
-            finally:
-                served.terminate()
-        controller.communicate("stop\n", timeout=60)
-    shutil.rmtree(base)
+        try:
+            if next_line(controller.stdout, "the controller to start") != "ready":
+                raise RuntimeError("the controller did not start")
+            with (
+                log.open("wb") as stream,
+                subprocess.Popen(["hpcsched", "gateway"], env=env, stderr=stream, cwd="/") as served,
+            ):
+                try:
+                    wait_until(lambda: b"ready at" in log.read_bytes() or served.poll() is not None)
+                    yield Head(base=base, port=port, env=env, pids=(controller.pid, served.pid))
+                finally:
+                    served.terminate()
+            controller.communicate("stop\n", timeout=PATIENCE_S)
+        finally:
+            controller.kill()
+            shutil.rmtree(base)
 
 
 # ----- in Chromium
@@ -138,22 +162,23 @@ def head_with_gateway(nodes: int, jobs: int) -> Iterator[Head]:
 @contextmanager
 def browser_of(port: int, env: dict[str, str]) -> Iterator[Any]:
     """Return a function that makes a page of a browser of its own, with one session for all."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with chromium() as browser:
         context = browser.new_context(ignore_https_errors=True)
         page = context.new_page()
-        link = subprocess.run(["hpcsched", "web"], env=env, check=True, capture_output=True, text=True).stdout.strip()
-        page.goto(link)
+        page.set_default_timeout(PATIENCE_S * 1000)
+        # An administrator's: the jobs belong to another user.
+        page.goto(printed_by("hpcsched", "web", "--scope=read,submit,manage,admin", env=env))
         page.get_by_role("button", name="Log in").click()
         page.wait_for_url(f"https://localhost:{port}/")
         state = context.storage_state()
         context.close()
-        yield lambda: browser.new_context(ignore_https_errors=True, bypass_csp=True, storage_state=state).new_page()
-        browser.close()
+
+        def new_page() -> Any:
+            made = browser.new_context(ignore_https_errors=True, bypass_csp=True, storage_state=state).new_page()
+            made.set_default_timeout(PATIENCE_S * 1000)
+            return made
+
+        yield new_page
 
 
 def loaded(new_page: Any, port: int, path: str, times: int) -> list[dict[str, float]]:
@@ -194,7 +219,7 @@ def small_pages(head: Head, new_page: Any, quick: bool) -> list[Figure]:
     job, chance, took = waiting_job(head), random.Random(1), []
     for number in range(20 if quick else 60):
         time.sleep(chance.uniform(0.0, 3.0))
-        took.append(page.evaluate(CHANGED, [job, "release" if number % 2 else "hold"]))
+        took.append(page.evaluate(CHANGED, [job, "release" if number % 2 else "hold", PATIENCE_S * 1000]))
     page.context.close()
     figures.append(from_samples("a change is on the page after", took, "ms"))
     figures.append(
@@ -291,8 +316,9 @@ async def keep_open(port: int, ca: str, tokens: list[str]) -> None:
     context = ssl.create_default_context(cafile=ca)
     pages = [OpenPage(port, token, context) for token in tokens]
     tasks = [asyncio.create_task(page.keep()) for page in pages]
-    for page in pages:
-        await page.is_open.wait()
+    async with asyncio.timeout(PATIENCE_S):
+        for page in pages:
+            await page.is_open.wait()
     print("ready", flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -317,8 +343,7 @@ def open_pages(head: Head, quick: bool) -> list[Figure]:
     for_s = 30.0 if quick else 120.0
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opened:
         assert opened.stdin is not None
-        assert opened.stdout is not None
-        assert opened.stdout.readline().strip() == "ready"
+        assert next_line(opened.stdout, "pages to open") == "ready"
         time.sleep(5.0)
         idle = _load(head, for_s)
         changes, late = [], []
@@ -329,7 +354,7 @@ def open_pages(head: Head, quick: bool) -> list[Figure]:
             time.sleep(max(0.0, changes[-1] + CHANGE_EVERY_S - time.monotonic()))
             opened.stdin.write(f"{changes[-1]}\n")
             opened.stdin.flush()
-            late += json.loads(opened.stdout.readline())
+            late += json.loads(next_line(opened.stdout, "how late the pages are"))
         busy = (head.processor_s() - used_s) / (time.monotonic() - began_s)
         opened.stdin.close()
     what = f"{len(tokens)} open pages"
