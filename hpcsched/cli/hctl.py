@@ -190,8 +190,8 @@ COMMAND = Command(
     ),
     "Show and change jobs, nodes, partitions, reservations and the configuration. 'hctl VERB --help' describes one verb. "
     "'update' changes a job: time_limit, time_min, partition, nice, priority, site_factor, begin, deadline, dependency, "
-    "reservation, account, qos, array_task_throttle, name, comment, mail_user, requeue; of a waiting job also num_nodes, "
-    "num_cpus, ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, "
+    "reservation, account, qos, array_task_throttle, name, comment, mail_user, requeue; of a waiting job also cheap_by, "
+    "num_nodes, num_cpus, ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, "
     "mincpus, tmp, licenses, work_dir. 'create', 'update' and 'delete' also manage reservations: ReservationName= StartTime= "
     "EndTime= Duration= Users= Accounts= Nodes= NodeCnt= Features= PartitionName= Flags=. 'story' prints the history of a job. "
     "'suspend' pauses a running job, which keeps its resources until 'resume JOB'. 'drain' stops new jobs from starting on "
@@ -277,10 +277,10 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "update NodeName=NODES State=DRAIN Reason=WHY | State=RESUME",
         ),
         "Change jobs: time_limit, time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, "
-        "account, qos, array_task_throttle, name, comment, mail_user, requeue, and of waiting jobs num_nodes, num_cpus, "
-        "ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, mincpus, "
-        "tmp, licenses, work_dir. A partition in state DOWN accepts jobs but starts none; in DRAIN it starts its queued jobs but "
-        "accepts none; INACTIVE does neither. The state survives restarts.",
+        "account, qos, array_task_throttle, name, comment, mail_user, requeue, and of waiting jobs cheap_by, num_nodes, "
+        "num_cpus, ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, "
+        "mincpus, tmp, licenses, work_dir. A partition in state DOWN accepts jobs but starts none; in DRAIN it starts its queued "
+        "jobs but accepts none; INACTIVE does neither. The state survives restarts.",
     ),
     "create": (
         ("create reservation NAME=VALUE...",),

@@ -179,6 +179,8 @@ def _changed(job: Job, event: Changed) -> Job:
 
 
 def _respecified(job: Job, event: Respecified) -> Job:
+    if "cheap_by_s" in event.changes:  # it may wait for its price again, or no longer
+        job = not_aging(job, event.at_s)
     return replace(job, spec=spec_from_json(spec_to_json(job.spec) | event.changes), spec_id=event.spec_id)
 
 

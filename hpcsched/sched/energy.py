@@ -5,10 +5,10 @@ the rest, a job counts its cpus' part of what each of its nodes takes above that
 for each circuit. A plan treats these watts as it treats licences, except that they depend on the nodes.
 
 Price: a job with `--cheap-by` waits for the cheapest hours from which it ends in time, by its time limit, if its nodes are free
-then by the time limits of running jobs. Once it has been eligible, it waits for other jobs only, and no longer for prices. So a
-job that does not get its nodes in these hours starts as soon as it can.
+then by the time limits of running jobs. A plan reserves these hours for it (see `plan`). Once it has been eligible, it waits for
+other jobs only, and no longer for prices. So a job that does not get its nodes in these hours starts as soon as it can.
 
-Pure. Knows no queue: it does not predict whether waiting jobs take the cheap hours.
+Pure. Knows no queue: it does not predict whether jobs of higher priority take the cheap hours.
 """
 
 from __future__ import annotations

@@ -282,11 +282,11 @@ def _start_first_by_priority(current: SchedulingPass, jobs: Sequence[PendingJob]
     worths = [without_age(job, current.priorities[job.id], scale, policy) for job in jobs]
     least: dict[QueueKey, int] = {}
     for job, worth in zip(jobs, worths, strict=True):
-        key = _queue_key(job)
+        key = queue_key(job)
         least[key] = min(worth, least.get(key, worth))
     open_queues = set(least)
     for job, worth in zip(jobs, worths, strict=True):
-        key = _queue_key(job)
+        key = queue_key(job)
         if key not in open_queues:
             continue
         waits = worth > least[key] and not current.start_now(job)
@@ -307,7 +307,7 @@ def _wait_bound(current: SchedulingPass, candidates: Sequence[Candidate[PendingJ
     )
 
 
-def _queue_key(job: PendingJob) -> QueueKey:
+def queue_key(job: PendingJob) -> QueueKey:
     return job.partition, job.reservation
 
 
@@ -325,7 +325,7 @@ class _NodeCapacity:
 
     def candidate(self, number: int, job: PendingJob) -> Candidate[PendingJob]:
         """Return the candidate for `job`; `number` is its place in the queue."""
-        current, queue = self._current, _queue_key(job)
+        current, queue = self._current, queue_key(job)
         amount = self._amount(job)
         part = amount / max(1.0, self._machine(queue)[CPU])
         limit_s = current.run_times.limit_s(job)
@@ -347,9 +347,7 @@ class _NodeCapacity:
 
     def has_for_short(self, candidate: Candidate[PendingJob]) -> bool:
         held = self._held_by_short.get(candidate.job.partition, 0)
-        return (
-            held + candidate.amount <= self._current.guard.short.share * self._machine(_queue_key(candidate.job))[CPU]
-        )
+        return held + candidate.amount <= self._current.guard.short.share * self._machine(queue_key(candidate.job))[CPU]
 
     def start(self, candidate: Candidate[PendingJob]) -> bool:
         job = candidate.job
@@ -372,7 +370,7 @@ class _NodeCapacity:
         return machine
 
     def _amount(self, job: PendingJob) -> float:
-        queue, shape = _queue_key(job), job.request.shape
+        queue, shape = queue_key(job), job.request.shape
         key = *queue, id(shape)
         amount = self._amounts.get(key)
         if amount is None:

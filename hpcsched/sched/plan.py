@@ -27,6 +27,7 @@ arrival, here in the order of the queue.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
@@ -37,7 +38,7 @@ from hpcsched.model.reservation import NEVER_S, Interval, Reservation
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.energy import cheap_start, clock, money
-from hpcsched.sched.guard import guarded
+from hpcsched.sched.guard import guarded, queue_key
 from hpcsched.sched.place.node_fit import NodePart, Seat
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.policy import Backfill, Policy
@@ -46,6 +47,8 @@ from hpcsched.sched.queues import PartitionQueue, cut_short_s, eligible_jobs
 from hpcsched.sched.scheduling_pass import SUM_ERROR_S, Placement, SchedulingPass
 from hpcsched.sched.sentences import listed, needs
 from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, RunningJob, Snapshot, allows
+
+MOST_PRICE_SLOTS = 10  # of jobs that wait for cheap hours, in each queue: finding a slot takes long
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:
@@ -65,7 +68,7 @@ def steps_of(current: SchedulingPass) -> Iterator[None]:
     queue = yield from _queue_in_order(current)
     if policy.backfill is Backfill.CONSERVATIVE:
         yield from _keep_promises(current, queue)
-    queue = _hold_for_price(current, queue)
+    queue = yield from _hold_for_price(current, queue)
     yield
     if policy.backfill is Backfill.DEFAULT:
         yield from guarded(current, queue)
@@ -96,22 +99,69 @@ def _queue_in_order(current: SchedulingPass) -> Generator[None, None, list[Pendi
     return (yield from order_in_steps(eligible, snapshot.partitions, scale, policy, current.priorities))
 
 
-def _hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> list[PendingJob]:
-    """Return the queue without the jobs that wait for cheap hours, and record their waits."""
+def _hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> Generator[None, None, list[PendingJob]]:
+    """Return, in steps, the queue without the jobs that wait for cheap hours, and record their waits."""
     if not current.snapshot.tariff.kwh.windows:
         return list(queue)
-    known: dict[tuple[object, ...], Wait | None] = {}
-    held: dict[JobId, Wait] = {}
-    for job in queue:
-        if job.cheap_by_s is None or job.since_s is not None or job.id in held or job.id in current.started_ids:
-            continue
+    waits = _PriceWaits(current, queue)
+    for job in queue if waits else ():
+        waits.look_at(job)
+        yield
+    current.waits.update(waits.held)
+    return [job for job in queue if job.id not in waits.held and job.id not in current.started_ids]
+
+
+class _PriceWaits:
+    """The jobs with `--cheap-by` in one pass: which wait for cheap hours, and which get a slot.
+
+    A queue is *open* from its first job to its last one with `--cheap-by`, or to the first job that other jobs keep waiting.
+    In an open queue, jobs are treated as under EASY: they start while they fit. A job with `--cheap-by` gets a slot there, at
+    its cheap hours, or as early as possible if it has missed them. So jobs of lower priority do not delay it.
+    """
+
+    def __init__(self, current: SchedulingPass, queue: Iterable[PendingJob]) -> None:
+        self.held: dict[JobId, Wait] = {}
+        self._current = current
+        self._cheap_left = Counter(queue_key(job) for job in queue if job.cheap_by_s is not None)
+        self._slots_left = dict.fromkeys(self._cheap_left, MOST_PRICE_SLOTS)
+        self._known: dict[tuple[object, ...], Wait | None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._cheap_left)
+
+    def look_at(self, job: PendingJob) -> None:
+        """Hold `job` for its price, start it, or leave it to the policy."""
+        current, key, is_cheap = self._current, queue_key(job), job.cheap_by_s is not None
+        is_open = self._cheap_left[key] > 0 and self._slots_left[key] > 0
+        self._cheap_left[key] -= is_cheap
+        if job.id in self.held or job.id in current.started_ids:
+            return
+        wait = self._wait(job, is_open) if is_cheap and job.since_s is None else None
+        if wait is not None:
+            self.held[job.id] = wait
+            if is_open and wait.expected_start_s is not None and current.reserve_from(job, wait.expected_start_s):
+                self._slots_left[key] -= 1
+        elif is_open and self._is_kept_waiting(job):
+            self._slots_left[key] = 0
+            if is_cheap:
+                current.reserve_from(job, current.snapshot.now_s)
+
+    def _is_kept_waiting(self, job: PendingJob) -> bool:
+        """Start `job` if it can start; say whether other jobs prevent it."""
+        current = self._current
+        if current.limits.why_not(job) is not None:
+            return False
+        return not current.start_now(job) and job.id not in current.waits
+
+    def _wait(self, job: PendingJob, is_open: bool) -> Wait | None:
+        """Return the wait of `job` for cheap hours; None: it does not wait for them.
+
+        Jobs without a slot share the answer for equal jobs.
+        """
         key = job.request, job.partition, job.reservation, job.licenses, job.cheap_by_s, job.gpu_power
-        if key not in known:
-            known[key] = _wait_for_price(current, job, job.cheap_by_s)
-        if (wait := known[key]) is not None:
-            held[job.id] = wait
-    current.waits.update(held)
-    return [job for job in queue if job.id not in held]
+        if is_open or key not in self._known:
+            self._known[key] = _wait_for_price(self._current, job, job.cheap_by_s or 0.0)
+        return self._known[key]
 
 
 def _wait_for_price(current: SchedulingPass, job: PendingJob, by_s: float) -> Wait | None:

@@ -123,10 +123,19 @@ def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
 
     0 if another condition still keeps it waiting.
     """
-    since_s = job.submitted_at_s if policy.accrue_always else job.since_s
+    since_s = _accrues_from_s(job, policy)
     if since_s is None:
         return 0.0
     return min(1.0, max(0.0, scale.now_s - since_s) / policy.age_max_s)
+
+
+def _accrues_from_s(job: PendingJob, policy: Policy) -> float | None:
+    """Return the start of the age of `job`; None if it does not age.
+
+    A job that waits for nothing but cheap hours ages: it could have started at its submission.
+    """
+    ages_always = policy.accrue_always or (job.cheap_by_s is not None and job.free_to_go)
+    return job.submitted_at_s if ages_always else job.since_s
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
@@ -136,7 +145,7 @@ def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int
     """
     if job.priority_set is not None:
         return job.priority_set
-    since_s = job.submitted_at_s if policy.accrue_always else job.since_s
+    since_s = _accrues_from_s(job, policy)
     age = 0.0 if since_s is None else (scale.now_s - since_s) / policy.age_max_s
     total = policy.weight_site + int(policy.weight_age * (0.0 if age < 0.0 else 1.0 if age > 1.0 else age)) + part
     if policy.weight_size:

@@ -15,6 +15,7 @@ from hpcsched.controller.preemption import check_size, keep_within
 from hpcsched.controller.requests.jobs import Outcome, each_job
 from hpcsched.controller.requests.reservations import check_use
 from hpcsched.controller.requests.submission import (
+    check_cheap_by,
     check_deadline,
     check_dependency,
     check_rank,
@@ -51,7 +52,7 @@ from hpcsched.state.transaction import Transaction
 ANY_TIME = frozenset({"name", "comment", "mail_user", "mail_type", "requeue"})
 # Changed field: the option that its value is parsed as.
 OPTIONS = {
-    "name": "job-name", "comment": "comment", "mail_user": "mail-user", "mail_type": "mail-type",
+    "name": "job-name", "cheap_by": "cheap-by", "comment": "comment", "mail_user": "mail-user", "mail_type": "mail-type",
     "requeue": "requeue", "constraint": "constraint", "cpus_per_task": "cpus-per-task", "exclude": "exclude",
     "gres": "gres", "licenses": "licenses", "mem": "mem", "mem_per_cpu": "mem-per-cpu", "mincpus": "mincpus",
     "nodelist": "nodelist", "ntasks": "ntasks", "ntasks_per_node": "ntasks-per-node", "num_cpus": "ntasks",
@@ -75,9 +76,11 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
             raise RequestError(f"cannot change {name} of job {job.display_id}: it is {job.state}")
     fields: dict[str, Any] = {}
     for name, text in changes.items():
-        fields |= _fields(name, text, replace(job.spec, **fields))
+        fields |= _fields(name, text, replace(job.spec, **fields), tx.now_s)
     spec = replace(job.spec, **fields)
     check_spec(spec)
+    if "cheap_by" in changes and spec.cheap_by_s is not None:
+        check_cheap_by(spec.cheap_by_s, job.time_limit_s, max(tx.now_s, job.not_before_s or 0))
     if spec.signed:
         now_s = tx.now_s if SIGNED in changes else None
         check_signed(spec, user=job.user, uid=job.uid, cluster=tx.cluster.config.name, now_s=now_s)
@@ -89,10 +92,12 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
     return changed
 
 
-def _fields(name: str, text: str, spec: JobSpec) -> dict[str, Any]:
+def _fields(name: str, text: str, spec: JobSpec, now_s: float) -> dict[str, Any]:
     """Return the fields of the specification `spec` that a change sets."""
     if name == SIGNED:
         return {"signed": text, "signed_until_s": read_signature(text).expires_s}
+    if name == "cheap_by":
+        return {"cheap_by_s": None if text.lower() in ("", "none") else int(parse_when(text, now_s))}
     option = OPTIONS[name]
     if not text and name in _EMPTY:
         return {name: _EMPTY[name]}

@@ -8,6 +8,7 @@ from datetime import datetime
 import pytest
 from unit.controller.cluster import ANN, ROOT, Cluster
 from unit.controller.test_energy_ledger import MeteredNode
+from unit.controller.test_respecify import change
 from zones import zone_fixture
 
 from hpcsched.alerts.rules import WatchedCluster, of_cluster
@@ -84,6 +85,30 @@ def test_a_job_waits_until_the_cheap_hours_begin_and_starts_then() -> None:
     assert cluster.job(job).state is JobState.PENDING
     cluster.tick(1.003)
     assert cluster.job(job).state is JobState.CONFIGURING
+
+
+def test_the_time_of_cheap_by_is_changed_while_the_job_waits() -> None:
+    cluster = Cluster("n1")
+    cluster.state.config = replace(cluster.state.config, cost=NIGHT)
+    now_s = datetime(2027, 3, 5, 20).timestamp()
+    cluster.tick(now_s - cluster.now_s)
+    running = cluster.submit(time_limit_s=1800, cpus_per_task=2)
+    cluster.run(running)
+    job = cluster.submit(time_limit_s=3600, cpus_per_task=2)
+    assert reason(cluster, job) == "Resources"
+    assert change(cluster, job, cheap_by="2027-03-06T06:00") == []
+    cluster.tick()
+    assert (reason(cluster, job), cluster.state.waits[cluster.job(job).id].expected_start_s) == (
+        "BeginTime", now_s + 2 * 3600
+    )  # fmt: skip
+    assert cluster.replayed(job) == cluster.job(job)
+    (wrong,) = change(cluster, job, cheap_by="2027-03-05T20:30")
+    assert wrong.startswith("cannot end by --cheap-by")
+    assert change(cluster, job, cheap_by="none") == []
+    cluster.tick()
+    assert reason(cluster, job) == "Resources"
+    (late,) = change(cluster, running, cheap_by="2027-03-06T06:00")
+    assert late == f"cannot change cheap_by of job {running}: it is RUNNING"
 
 
 @pytest.mark.parametrize(

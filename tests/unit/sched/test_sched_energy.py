@@ -16,8 +16,9 @@ from hpcsched.sched.decisions import Plan
 from hpcsched.sched.energy import cheap_start
 from hpcsched.sched.explain import explain, in_words
 from hpcsched.sched.plan import plan
-from hpcsched.sched.policy import Backfill
+from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.preempt import full_plan
+from hpcsched.sched.priority import breakdown_of, scale_of
 from hpcsched.sched.snapshot import Snapshot
 
 NIGHT = Tariff(kwh=price_of({"default": 0.4, "22:00-06:00": 0.2}))
@@ -163,6 +164,57 @@ def test_without_cheaper_hours_a_job_starts_at_once(tariff: Tariff) -> None:
 def test_jobs_behind_a_job_that_waits_for_its_price_start(backfill: Backfill) -> None:
     sketch = world("1x4", waiting=["2: 4c 3600s", "10: 4c 3600s nice=-5"], backfill=backfill)
     assert started(plan(evening(sketch, 12), sketch.policy)) == [2]
+
+
+@pytest.mark.parametrize("backfill", list(Backfill))
+def test_later_jobs_leave_a_job_its_cheap_hours(backfill: Backfill) -> None:
+    waiting = ["10: 4c 7200s", "2: 4c 7260s nice=5", "3: 4c 7200s nice=6"]
+    made = plan(evening(world("1x4", waiting=waiting, backfill=backfill), 12), Policy(weight_age=0, backfill=backfill))
+    assert started(made) == ([] if backfill is Backfill.NONE else [3])
+    assert made.waits[JobId(10)].expected_start_s == datetime(2026, 11, 27, 22).timestamp()
+
+
+@pytest.mark.parametrize("backfill", list(Backfill))
+def test_a_job_of_higher_priority_may_take_the_cheap_hours(backfill: Backfill) -> None:
+    sketch = world("1x4", waiting=["10: 4c 7200s", "2: 4c 14400s nice=-5"], backfill=backfill)
+    assert started(plan(evening(sketch, 12), sketch.policy)) == [2]
+
+
+def test_behind_a_waiting_job_no_cheap_hours_are_reserved() -> None:
+    running, waiting = ["1: n1 4c 3600s"], ["2: n1 4c 3600s nice=-5", "10: n2 4c 7200s", "3: n2 4c 14400s nice=5"]
+    sketch = world("2x4", running=running, waiting=waiting, backfill=Backfill.EASY)
+    made = plan(evening(sketch, 12), sketch.policy)
+    assert started(made) == [3]
+    assert str(made.waits[JobId(10)].reason) == "BeginTime"
+
+
+@pytest.mark.parametrize("backfill", list(Backfill))
+def test_when_its_cheap_hours_begin_a_job_starts_before_jobs_that_waited_longer(backfill: Backfill) -> None:
+    sketch = world("1x4", waiting=["10: 4c 28800s", "2: 4c 60s nice=5"], backfill=backfill)
+    snapshot = evening(sketch, 12, hour=22)
+    cheap, other = sorted(snapshot.pending, key=lambda job: -job.id)
+    waited = replace(other, since_s=snapshot.now_s - 7 * 86_400)
+    assert started(plan(replace(snapshot, pending=(cheap, waited)), sketch.policy)) == [10]
+
+
+def test_a_job_that_missed_its_cheap_hours_is_not_delayed_by_later_jobs() -> None:
+    running = ["1: n1 2c 36000s"]
+    sketch = world("1x4", running=running, waiting=["10: 4c 7200s", "2: 2c 36060s nice=5", "3: 2c 36000s nice=5"])
+    made = plan(evening(sketch, 9), sketch.policy)
+    assert started(made) == [3]
+    assert made.waits[JobId(10)].expected_start_s == evening(sketch, 9).now_s + 10 * HOUR_S
+
+
+def test_a_job_ages_while_it_waits_for_its_price_only() -> None:
+    sketch = world("1x4", waiting=["10: 4c 7200s", "11: 4c 7200s"])
+    first, second = evening(sketch, 12).pending
+    begins_later = replace(second, free_to_go=False)
+    snapshot = evening(sketch, 12)
+    ages = [
+        breakdown_of(job, snapshot.partitions[job.partition], scale_of(snapshot), Policy(weight_age=1000)).age
+        for job in (first, begins_later)
+    ]
+    assert ages == [1000, 0]
 
 
 def test_some_milliseconds_after_the_cheap_hours_begin_a_job_starts() -> None:
