@@ -168,10 +168,16 @@ def history(most: int | None = None, **filters: object) -> Json:
 def each_of_history(**filters: object) -> Iterator[Json]:
     """Yield the jobs of the history that match, page by page, so that few are in memory.
 
-    Raises as `call`.
+    While the jobs of a page are used, a thread reads the next page. Raises as `call`.
     """
-    for answer in _pages_of_history(**filters, limit=PAGE_JOBS):
-        yield from answer["jobs"]
+    from concurrent.futures import ThreadPoolExecutor  # takes long; few commands need it
+
+    pages = _pages_of_history(**filters, limit=PAGE_JOBS)
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, pages, None)
+        while (answer := coming.result()) is not None:
+            coming = reader.submit(next, pages, None)
+            yield from answer["jobs"]
 
 
 def _pages_of_history(**filters: object) -> Iterator[Json]:

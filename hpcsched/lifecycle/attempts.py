@@ -68,14 +68,15 @@ def ordinary_attempts(job: Job, course: Sequence[tuple[str, float]]) -> tuple[At
     since_s, exited_s = at_s["Allocated"], at_s["Exited"]
     waited_s = since_s - at_s.get("BecameEligible", job.submitted_at_s)
     until_s = min(exited_s, job.ended_at_s)
-    holdings = _holdings(job, [job.shares[0].node], since_s, until_s) if until_s > since_s else []
+    held = job.shares[0]
+    holding = Holding(held.node, since_s, until_s, held.cpus, held.mem_mib, held.gpu_amount)
     return (
         Attempt(
             number=0,
             waited_s=max(0.0, waited_s),
             allocated_at_s=since_s,
             ended_at_s=until_s,
-            holdings=tuple(holdings),
+            holdings=(holding,) if until_s > since_s else (),
         ),
     )
 

@@ -411,6 +411,11 @@ AS_THEY_ARE = (
     "charged_mem_mib_s", "charged_gpu_s", "array_limit_set", "deadline_set_s", "reservation_set", "account_set", "qos_set",
     "time_min_set_s", "asked_limit_s", "site", "aged_s", "deaths", "saved_step",
 )  # fmt: skip
+COUNTED_AS_THEY_ARE = (
+    "id", "spec_id", "array_job_id", "array_task_id", "uid", "user", "submitted_at_s", "partition", "ended_at_s",
+    "suspended_s", "account_set", "qos_set",
+)  # fmt: skip
+COUNTED = (*COUNTED_AS_THEY_ARE, "state", "shares")
 SHARES = ("shares", "reserved_shares", "leaving", "joining")
 NODE_LISTS = ("held_nodes", "claimed_nodes", "left_nodes", "wanted_nodes", "barred_nodes")
 _plain_values, _shares, _node_lists = attrgetter(*AS_THEY_ARE), attrgetter(*SHARES), attrgetter(*NODE_LISTS)
@@ -469,6 +474,20 @@ def job_of(row: Any, spec: JobSpec) -> Job:
     values["hold"] = Hold(row.hold)
     values["requeue_wanted"] = bool(row.requeue_wanted)
     return Job(**values)
+
+
+def counted_job_of(row: Any, spec: JobSpec) -> Job:
+    """Return what reports count of a job, from its columns `COUNTED`; other fields have their defaults.
+
+    That is enough to replay its events. To make the whole job takes four times as long.
+    """
+    *plain, state, shares = row
+    return Job(
+        **dict(zip(COUNTED_AS_THEY_ARE, plain, strict=True)),
+        spec=spec,
+        state=JobState(state),
+        shares=tuple(map(share_from_data, json.loads(shares))),
+    )
 
 
 def submission_row(tasks: Sequence[Job]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from sqlite3 import Connection
 from typing import Any, NamedTuple
@@ -53,9 +54,11 @@ from hpcsched.sched.fairshare import UsedResources
 from hpcsched.state.transaction import NotedRequest, StepRecord, WriteBatch
 from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (
+    COUNTED,
     Env,
     audit,
     benches,
+    counted_job_of,
     credential_of,
     credential_row,
     credentials,
@@ -370,15 +373,31 @@ class Store:
 
     def jobs(self, job_ids: Iterable[int]) -> list[Job]:
         """Return these jobs, by id."""
+        return self._jobs(job_ids, _JOBS, job_of, self._specs)
+
+    def counted_jobs(self, job_ids: Iterable[int]) -> list[Job]:
+        """Return these jobs, by id, with what reports count of them (see `counted_job_of`).
+
+        Their specifications have no environments.
+        """
+        return self._jobs(job_ids, _COUNTED_JOBS, counted_job_of, partial(specs_of, environments={}))
+
+    def _jobs(
+        self,
+        job_ids: Iterable[int],
+        statement: Statement,
+        made_of: Callable[[Any, JobSpec], Job],
+        specs_in: Callable[[Sequence[Any]], dict[int, JobSpec]],
+    ) -> list[Job]:
         wanted = set(job_ids)
         bounds = {"first": min(wanted, default=0), "last": max(wanted, default=0)}
         submitted = self._rows(_SUBMISSIONS_BETWEEN, bounds)  # first: a job that changes meanwhile has a row
-        rows = self._rows_of(_JOBS, wanted)
+        rows = self._rows_of(statement, wanted)
         missing = wanted.difference([row.id for row in rows])
         waiting = [(row, ids) for row in submitted if (ids := sorted(missing.intersection(_ids_of(row))))]
         spec_ids = {row.spec_id for row in rows} | {row.spec_id for row, _ in waiting}
-        by_id = self._specs(self._rows_of(_SPECS, spec_ids))
-        found = [job_of(row, by_id[row.spec_id]) for row in rows]
+        by_id = specs_in(self._rows_of(_SPECS, spec_ids))
+        found = [made_of(row, by_id[row.spec_id]) for row in rows]
         for row, ids in waiting:
             found += submitted_of(row, by_id[row.spec_id], ids)
         return sorted(found, key=lambda job: job.id)
@@ -765,6 +784,7 @@ _SPECS_OF_LIVE = Statement(
 )
 _PUT_JOB = Statement(upsert(jobs))
 _JOBS = Statement(select(jobs).where(jobs.c.id.in_(_PLACES)))
+_COUNTED_JOBS = Statement(select(*(jobs.c[name] for name in COUNTED)).where(jobs.c.id.in_(_PLACES)))
 _PAST_RUNS = (
     select(
         jobs.c.id,

@@ -184,7 +184,7 @@ def _ids(store: Store, query: HistoryQuery) -> list[int]:
 
 
 def _read(store: Store, ids: Sequence[int], extras: _Extras, tariff: Tariff) -> _HistorySlice:
-    found = store.jobs(ids)
+    found = store.counted_jobs(ids) if extras.attempts else store.jobs(ids)
     energy = store.load_energies(ids) if extras.energy else None
     attempts = store.attempts(found) if extras.attempts else None
     if attempts is None and energy and (tariff.kwh.windows or tariff.gco2_per_kwh.windows):

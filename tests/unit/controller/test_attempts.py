@@ -31,6 +31,7 @@ def attempts(cluster: Cluster, job_id: int) -> tuple[Attempt, ...]:
     assert found is not None
     events = [event for event in cluster.store.load_events(job_id) if not isinstance(event, Submitted)]
     assert found == attempts_of(cluster.job(job_id), events)  # however it was found
+    assert found == cluster.store.attempts(cluster.store.counted_jobs([job_id]))[job_id]
     return found
 
 
