@@ -159,25 +159,13 @@ class RowList(Widget):
         self.view = view
         self.has_cursor = any(row.kind != "text" for row in view.rows)
         if kept is not None and self.has_cursor:
-            self.at = self._place_of(kept)
+            self.at = view.place_of(kept, self.at)
         self.at = max(0, min(self.at, len(view.rows) - 1))
         if self.has_cursor:
             self._settle(1)
         if at_end:
             self.first = len(view.rows)
         self._scroll()
-
-    def _place_of(self, row: Row) -> int:
-        """Return where a row is now; the place of the cursor, if it is gone.
-
-        Rows move little: the places near the cursor are looked at first.
-        """
-        rows = self.view.rows
-        for distance in range(max(self.at + 1, len(rows) - self.at)):
-            for at in {self.at - distance, self.at + distance}:
-                if 0 <= at < len(rows) and rows[at][:3] == row[:3]:
-                    return at
-        return self.at
 
     def _settle(self, step: int) -> None:
         """Move the cursor from a row of text to the next row that keys act on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, overload
@@ -65,8 +65,6 @@ class Row(NamedTuple):
 
     def text(self) -> str:
         """Return what a filter looks into, in lower case."""
-        if type(self.value) is QueuedJob:
-            return " ".join(map(str, self.value)).lower()
         if self.kind == "text":
             return "".join(text for text, _ in self.value).lower()
         return " ".join(str(self.value.get(name, "")) for name in SEARCHED).lower()
@@ -88,6 +86,19 @@ class QueuedRows(Sequence[Row]):
     def __getitem__(self, at: int | slice) -> Row | list[Row]:
         return _queued_row(self._queue[at]) if isinstance(at, int) else [_queued_row(job) for job in self._queue[at]]
 
+    def texts(self) -> list[str]:
+        """Return what a filter looks into, row by row, in lower case."""
+        return [" ".join((str(number), *values)).lower() for number, *values in self._queue]
+
+    def only(self, places: Iterable[int]) -> QueuedRows:
+        """Return the rows at these places."""
+        return QueuedRows([self._queue[at] for at in places])
+
+    def place_of(self, row: Row) -> int | None:
+        """Return where a row of the queue is now; None: nowhere."""
+        names = [job.display_id for job in self._queue]
+        return names.index(row.value.display_id) if row.value.display_id in names else None
+
 
 @dataclass(frozen=True)
 class View:
@@ -103,7 +114,21 @@ class View:
     @cached_property
     def texts(self) -> list[str]:
         """What a filter looks into, row by row, in lower case. A filter asks again with each key."""
-        return [row.text() for row in self.rows]
+        return self.rows.texts() if isinstance(self.rows, QueuedRows) else [row.text() for row in self.rows]
+
+    def place_of(self, row: Row, near: int) -> int:
+        """Return where a row is now; `near`, if it is gone.
+
+        Rows move little: the places near that one are looked at first.
+        """
+        if isinstance(self.rows, QueuedRows) and type(row.value) is QueuedJob:
+            found = self.rows.place_of(row)
+            return near if found is None else found
+        for distance in range(max(near + 1, len(self.rows) - near)):
+            for at in {near - distance, near + distance}:
+                if 0 <= at < len(self.rows) and self.rows[at][:3] == row[:3]:
+                    return at
+        return near
 
 
 def text_row(*parts: tuple[str, str]) -> Row:
@@ -116,7 +141,11 @@ def filtered(view: View, words: str) -> View:
     wanted = words.lower().split()
     if not wanted:
         return view
-    rows = [view.rows[at] for at, text in enumerate(view.texts) if all(word in text for word in wanted)]
+    texts = view.texts
+    places: Iterable[int] = range(len(texts))
+    for word in wanted:
+        places = [at for at in places if word in texts[at]]
+    rows = view.rows.only(places) if isinstance(view.rows, QueuedRows) else [view.rows[at] for at in places]
     return View(view.header, rows, view.schedule_from_s)
 
 

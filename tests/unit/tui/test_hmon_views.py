@@ -193,6 +193,14 @@ def test_a_filter_keeps_rows_with_all_words() -> None:
     assert filtered(view, "").rows == view.rows
 
 
+def test_a_row_of_the_queue_is_found_again_among_others() -> None:
+    view = view_of("jobs", seen(), 80)
+    last = view.rows[len(view.rows) - 1]
+    kept = filtered(view, last.value.display_id)
+    assert (view.place_of(last, 0), kept.place_of(last, 5)) == (len(view.rows) - 1, 0)
+    assert filtered(view, "no such row").place_of(last, 5) == 5
+
+
 def test_rows_of_the_queue_are_made_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     known = views._queued_row
