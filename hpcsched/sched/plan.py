@@ -100,7 +100,10 @@ def _queue_in_order(current: SchedulingPass) -> Generator[None, None, list[Pendi
 
 
 def _hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> Generator[None, None, list[PendingJob]]:
-    """Return, in steps, the queue without the jobs that wait for cheap hours, and record their waits."""
+    """Return, in steps, the queue without the jobs that wait for cheap hours.
+
+    Their waits are recorded.
+    """
     if not current.snapshot.tariff.kwh.windows:
         return list(queue)
     waits = _PriceWaits(current, queue)
@@ -112,7 +115,7 @@ def _hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> Gen
 
 
 class _PriceWaits:
-    """The jobs with `--cheap-by` in one pass: which wait for cheap hours, and which get a slot.
+    """The jobs with `--cheap-by` in one pass: which wait for their price, and which get a slot.
 
     A queue is *open* from its first job to its last one with `--cheap-by`, or to the first job that other jobs keep waiting.
     In an open queue, jobs are treated as under EASY: they start while they fit. A job with `--cheap-by` gets a slot there, at

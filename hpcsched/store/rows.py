@@ -477,9 +477,9 @@ def job_of(row: Any, spec: JobSpec) -> Job:
 
 
 def counted_job_of(row: Any, spec: JobSpec) -> Job:
-    """Return what reports count of a job, from its columns `COUNTED`; other fields have their defaults.
+    """Return what reports count of a job, from its columns `COUNTED`.
 
-    That is enough to replay its events. To make the whole job takes four times as long.
+    Its other fields have their defaults. That is enough to replay its events. To make the whole job takes four times as long.
     """
     *plain, state, shares = row
     return Job(

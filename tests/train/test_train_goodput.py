@@ -9,7 +9,7 @@ import pytest
 from test_train_checkpoint import write
 
 from hpctrain.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
-from hpctrain.reporter import Goodput, RunRecord, resume_goodput
+from hpctrain.reporter import Goodput, ProcessorEnergy, RunRecord, resume_goodput
 
 
 def life(path: Path, goodput: Goodput, steps: range, *, from_s: float, step_s: float = 1.0) -> None:
@@ -91,6 +91,37 @@ def test_the_last_checkpoint_of_an_earlier_life_is_known_at_once(tmp_path: Path)
     record.last_checkpoint.step = 11
     record.look_for_checkpoint(distrusted=[])
     assert record.last_checkpoint.step == 11
+
+
+def counters(base: Path, **zones: tuple[str, int]) -> Path:
+    """Write the kernel's counters of energy: zone, its name and its microjoules."""
+    for zone, (name, microjoules) in zones.items():
+        folder = base / f"intel-rapl:{zone[1:].replace('_', ':')}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "name").write_text(f"{name}\n")
+        (folder / "energy_uj").write_text(f"{microjoules}\n")
+        (folder / "max_energy_range_uj").write_text("262143000000\n")
+    return base
+
+
+def test_a_run_says_how_many_steps_a_kilowatt_hour_of_the_processors_gave(tmp_path: Path) -> None:
+    begun = {"z0": ("package-0", 262_142_000_000), "z0_0": ("core", 0), "z0_1": ("dram", 5), "z1": ("psys", 0)}
+    energy = ProcessorEnergy(counters(tmp_path, **begun))
+    energy.begin(10)
+    energy.begin(99)  # ranks were lost: the first step stays
+    counters(tmp_path, z0=("package-0", 3_598_000_000), z0_0=("core", 9_000_000_000), z0_1=("dram", 1_000_005))
+    assert energy.describe(110, ["n1", "n1"]) == (
+        "energy: 0.001 kWh of the processors of this node (RAPL), 100,000 steps per kWh"
+    )
+    assert "of n1, 1 of 2 nodes (RAPL)" in energy.describe(110, ["n1", "n2"])
+
+
+@pytest.mark.parametrize("readable", [False, True], ids=["no counters", "nothing counted"])
+def test_a_run_says_nothing_of_energy_that_it_does_not_know(tmp_path: Path, readable: bool) -> None:
+    energy = ProcessorEnergy(counters(tmp_path, z0=("package-0", 7)) if readable else tmp_path / "none")
+    energy.begin(0)
+    energy.sample(1e12)
+    assert energy.describe(10, ["n1"]) == ""
 
 
 def test_lines_of_a_version_that_kept_no_account_begin_none(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Rank 0's reports: lines or a bar on stdout, metrics.jsonl, and heartbeats.
 
-Measures nothing; does not know what is trained.
+Measures nothing but the energy of its node; does not know what is trained.
+
+Source of the counters of energy: Documentation/admin-guide/pm/intel-rapl and Documentation/power/powercap of the kernel.
 """
 
 from __future__ import annotations
@@ -108,6 +110,69 @@ def resume_goodput(
     )
 
 
+# ----- steps for each kilowatt-hour of this node's processors, where the kernel shows their energy
+# Most kernels show it to root only. The scheduler knows the energy of all nodes of a job, with their GPUs: `hacct --energy`.
+
+POWERCAP = Path("/sys/class/powercap")
+ENERGY_EVERY_S = 60.0  # a counter begins again after a quarter of a megajoule: some hours at 20 W, minutes at 300 W
+JOULES_PER_KWH = 3.6e6
+
+
+class ProcessorEnergy:
+    """The energy of the processors and the memory of this node since `begin`."""
+
+    def __init__(self, powercap: Path = POWERCAP) -> None:
+        self._zones = [zone for zone in sorted(powercap.glob("intel-rapl:*")) if _is_counted(zone)]
+        self._counts: dict[Path, int] = {}
+        self._joules = self._next_s = 0.0
+        self._first_step: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Count energy and steps from now on, unless they are counted already."""
+        if self._first_step is None:
+            self._first_step = step
+            self._counts = {zone: count for zone in self._zones if (count := _counter(zone / "energy_uj")) is not None}
+            self._next_s = time.monotonic() + ENERGY_EVERY_S
+
+    def sample(self, now_s: float) -> None:
+        """Read the counters if it is time for that; `now_s`: of the monotonic clock."""
+        if self._counts and now_s >= self._next_s:
+            self._next_s = now_s + ENERGY_EVERY_S
+            for zone, before in self._counts.items():
+                count = _counter(zone / "energy_uj")
+                if count is not None:
+                    again = (_counter(zone / "max_energy_range_uj") or 0) if count < before else 0
+                    self._joules += max(0, count + again - before) / 1e6
+                    self._counts[zone] = count
+
+    def describe(self, step: int, hosts: Sequence[str]) -> str:
+        """Return one line of text; "" if the energy is not known. `hosts`: of each rank, this one's first."""
+        self.sample(self._next_s)
+        steps = step - (self._first_step or 0)
+        if self._joules <= 0 or steps <= 0:
+            return ""
+        kwh, nodes = self._joules / JOULES_PER_KWH, len(set(hosts))
+        where = "this node" if nodes == 1 else f"{hosts[0]}, 1 of {nodes} nodes"
+        return f"energy: {kwh:.3g} kWh of the processors of {where} (RAPL), {steps / kwh:,.0f} steps per kWh"
+
+
+def _is_counted(zone: Path) -> bool:
+    """Return whether no other zone contains this one: packages, and memory, which is beside them."""
+    try:
+        name = (zone / "name").read_text().strip()
+    except OSError:
+        return False
+    return name.startswith("package") or name == "dram"
+
+
+def _counter(path: Path) -> int | None:
+    """Return the number in a file of the kernel, None if it cannot be read."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
 # ----- what every rank records, so that it can take over from a lost first rank
 # Lines that the share has not taken, the goodput account, the last checkpoint.
 
@@ -126,7 +191,7 @@ class RunRecord:
 
     def __init__(self, out: Path) -> None:
         self._out, self._began_at_s = out, time.time()
-        self.last_checkpoint = LastCheckpoint()
+        self.last_checkpoint, self.energy = LastCheckpoint(), ProcessorEnergy()
         self._followed: Goodput | None = None
         self._seen: Mapping[str, Any] | None = None  # the account after the last step while another rank was first
 
@@ -199,6 +264,8 @@ class Reporter:
         self._options, self._comm, self._identity, self._goodput = options, comm, setup.identity, setup.goodput
         self._heartbeat = Heartbeat(setup.environ)
         self._file, self._last_checkpoint = setup.record.file, setup.record.last_checkpoint
+        self._hosts, self._energy = setup.hosts, setup.record.energy
+        self._energy.begin(progress.step)
         self._settings, self._epoch_samples = setup.settings, setup.settings.batches.epoch_samples
         self._last: StepReport | None = None
         self._bar: Bar | None = None
@@ -232,6 +299,7 @@ class Reporter:
             )
         last = report.step == report.total_steps
         self._last = report
+        self._energy.sample(time.monotonic())
         weight = NEWEST_WEIGHT if self._mean_step_s else 1.0
         self._mean_step_s += (report.step_s - self._mean_step_s) * weight
         self._mean_samples += (sum(report.shares) - self._mean_samples) * weight
@@ -348,6 +416,8 @@ class Reporter:
             if summary := self._scaling.summary():
                 print(summary, flush=True)
             print(self._goodput.describe(time.time()), flush=True)
+            if energy := self._energy.describe(loop.progress.step, self._hosts):
+                print(energy, flush=True)
         if saved is not None:
             print(f"model saved to {saved}", flush=True)
         if loop.ended and not finished:
