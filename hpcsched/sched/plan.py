@@ -115,7 +115,7 @@ def _hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> Gen
 
 
 class _PriceWaits:
-    """The jobs with `--cheap-by` in one pass: which wait for their price, and which get a slot.
+    """The jobs with `--cheap-by` in one pass: those that wait for their price or get a slot.
 
     A queue is *open* from its first job to its last one with `--cheap-by`, or to the first job that other jobs keep waiting.
     In an open queue, jobs are treated as under EASY: they start while they fit. A job with `--cheap-by` gets a slot there, at

@@ -146,7 +146,10 @@ class ProcessorEnergy:
                     self._counts[zone] = count
 
     def describe(self, step: int, hosts: Sequence[str]) -> str:
-        """Return one line of text; "" if the energy is not known. `hosts`: of each rank, this one's first."""
+        """Return one line of text; "" if the energy is not known.
+
+        `hosts`: of each rank, this one's first.
+        """
         self.sample(self._next_s)
         steps = step - (self._first_step or 0)
         if self._joules <= 0 or steps <= 0:
@@ -157,7 +160,7 @@ class ProcessorEnergy:
 
 
 def _is_counted(zone: Path) -> bool:
-    """Return whether no other zone contains this one: packages, and memory, which is beside them."""
+    """Return whether a zone is a package, or memory, which is not a part of a package."""
     try:
         name = (zone / "name").read_text().strip()
     except OSError:
