@@ -29,6 +29,8 @@ MEASURED_ROWS = 4096  # of a matrix: enough to compare makers
 SMALLEST_MEASURED = 1 << 16  # weights: below, the first maker that works is taken
 MEASURE_S = 0.2  # for one shape, all makers together
 ROUNDS = 20
+WIDENED_TOKENS = 4  # from here on float32 products pay for the conversion
+WIDENED_ROWS = 512
 TESTED_TOKENS = (1, 5)
 # The error of activations that are rounded to 7 or 8 bits is larger than that of bfloat16.
 LARGEST_ERROR = 0.05
@@ -207,13 +209,29 @@ def _makers(kind: WeightKind, device: str) -> tuple[LinearMaker, ...]:
     }[kind]
 
 
-def _plain(dtype: torch.dtype) -> Callable[[Weight, Tensor | None], Linear]:
-    def make(weight: Weight, bias: Tensor | None) -> Linear:
-        matrix = floats(weight).to(dtype)
-        added = None if bias is None else bias.to(dtype)
-        return lambda hidden: F.linear(hidden.to(dtype), matrix, added)
+def _float32(weight: Weight, bias: Tensor | None) -> Linear:
+    matrix = floats(weight).float()
+    return lambda hidden: F.linear(hidden.float(), matrix, bias)
 
-    return make
+
+def _bfloat16(weight: Weight, bias: Tensor | None) -> Linear:
+    matrix = floats(weight).bfloat16()
+    added = None if bias is None else bias.bfloat16()
+    widens = not matrix.is_cuda and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def linear(hidden: Tensor) -> Tensor:
+        if widens and len(hidden) >= WIDENED_TOKENS:
+            return _widened(hidden.float(), matrix, bias)
+        return F.linear(hidden.bfloat16(), matrix, added)
+
+    return linear
+
+
+def _widened(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product in float32, for CPUs that multiply bfloat16 slowly."""
+    outs = [F.linear(hidden, rows.float()) for rows in matrix.split(WIDENED_ROWS)]
+    out = torch.cat(outs, 1)
+    return out if bias is None else out + bias
 
 
 def _packed_bfloat16(weight: Weight, bias: Tensor | None) -> Linear:
@@ -297,8 +315,8 @@ def _cuda_int4(weight: Weight, bias: Tensor | None) -> Linear:
     return linear
 
 
-FLOAT32 = LinearMaker(name="F.linear in float32", make=_plain(torch.float32))
-BFLOAT16 = LinearMaker(name="F.linear in bfloat16", make=_plain(torch.bfloat16))
+FLOAT32 = LinearMaker(name="F.linear in float32", make=_float32)
+BFLOAT16 = LinearMaker(name="F.linear in bfloat16", make=_bfloat16)
 PACKED_BFLOAT16 = LinearMaker(name="oneDNN's packed bfloat16", make=_packed_bfloat16)
 DYNAMIC_INT8 = LinearMaker(name="FBGEMM's dynamic int8", make=_dynamic_int8)
 PACKED_INT8 = LinearMaker(name="torch's packed int8", make=_packed_int8)

@@ -343,7 +343,7 @@ class DecoderModel:
             end += len(row.tokens)
             wanted += range(end - row.logits, end)
         if self._head is None:
-            return torch.zeros(len(wanted), 0)
+            return torch.zeros(len(wanted), 0, device=self.device)
         chosen = hidden if len(wanted) == len(hidden) else hidden[wanted]
         logits = self._head(chosen).float()
         if self.config.logit_softcap is not None:
