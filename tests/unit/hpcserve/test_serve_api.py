@@ -21,7 +21,7 @@ from small_tokenizers import byte_level
 from starlette.testclient import TestClient
 from waiting import wait_until
 
-from hpcserve.api.guard import ApiKey, ApiLimits, key_of
+from hpcserve.api.guard import ApiError, ApiKey, ApiLimits, KeyUse, key_of
 from hpcserve.errors import GroupLost, OverloadedError
 
 WEATHER = {
@@ -362,7 +362,25 @@ def test_a_key_over_its_limit_gets_429_and_when_to_try_again(key: ApiKey) -> Non
         answers = [chat(client) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200, 429, 429]
         assert answers[-1].json()["error"]["type"] == "rate_limit_error"
-        assert 1 <= int(answers[-1].headers["retry-after"]) <= 60
+        assert int(answers[-1].headers["retry-after"]) >= 1
+
+
+def test_a_key_is_used_up_and_fills_up_again() -> None:
+    use = KeyUse(key_of("s", name="ann", requests_per_min=2, tokens_per_min=60, at_once=3), now_s=0.0)
+    use.admit(0.0)
+    use.admit(0.0)
+    with pytest.raises(ApiError, match="2 requests a minute") as refused:
+        use.admit(15.0)
+    assert refused.value.retry_after_s == pytest.approx(15.0)
+    use.charge(90)
+    with pytest.raises(ApiError, match="60 tokens a minute") as refused:
+        use.admit(30.0)
+    assert refused.value.retry_after_s == pytest.approx(16.0)
+    use.admit(60.0)
+    with pytest.raises(ApiError, match="3 requests at once"):
+        use.admit(1000.0)
+    use.under_way -= 1
+    use.admit(1000.0)
 
 
 def test_a_client_that_goes_cancels_its_stream_and_its_whole_answer() -> None:

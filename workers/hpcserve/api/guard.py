@@ -213,21 +213,18 @@ class KeyUse:
         Raises:
             ApiError: it is over a limit of the key.
         """
-        passed, self._at_s = max(0.0, now_s - self._at_s), now_s
+        minutes, self._at_s = max(0.0, now_s - self._at_s) / MINUTE_S, now_s
         key = self.key
+        requests, tokens = key.requests_per_min, key.tokens_per_min
+        self.requests_left = min(requests or 0, self.requests_left + minutes * (requests or 0))
+        self.tokens_left = min(tokens or 0, self.tokens_left + minutes * (tokens or 0))
         if key.at_once is not None and self.under_way >= key.at_once:
             raise _too_many(f"{key.at_once} requests at once", 1.0)
-        if key.tokens_per_min is not None:
-            rate = key.tokens_per_min / MINUTE_S
-            self.tokens_left = min(key.tokens_per_min, self.tokens_left + passed * rate)
-            if self.tokens_left <= 0:
-                raise _too_many(f"{key.tokens_per_min} tokens a minute", (1 - self.tokens_left) / rate)
-        if key.requests_per_min is not None:
-            rate = key.requests_per_min / MINUTE_S
-            self.requests_left = min(key.requests_per_min, self.requests_left + passed * rate)
-            if self.requests_left < 1:
-                raise _too_many(f"{key.requests_per_min} requests a minute", (1 - self.requests_left) / rate)
-            self.requests_left -= 1
+        if tokens is not None and self.tokens_left <= 0:
+            raise _too_many(f"{tokens} tokens a minute", (1 - self.tokens_left) * MINUTE_S / tokens)
+        if requests is not None and self.requests_left < 1:
+            raise _too_many(f"{requests} requests a minute", (1 - self.requests_left) * MINUTE_S / requests)
+        self.requests_left -= 1  # counts for nothing without a limit
         self.under_way += 1
 
     def charge(self, tokens: int) -> None:
