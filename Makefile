@@ -8,6 +8,7 @@
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make checkpoint-rounds  checkpoints on a share like NFS: in each of ROUNDS=1000 rounds requests fail and writers die (SEED=1)
 # make elastic-rounds  a rank of an elastic run is killed in each exchange that the run has, once
+# make serve-rounds  a model on three ranks: in each of ROUNDS=50 rounds a rank is killed, frozen or cut off under eight streams
 # make fuzz    random requests at all sockets, and a hostile node, for MINUTES=60 or until something is found (SEED=1)
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine; 10,000 requests
 #              that schemathesis makes of the description of the REST API
@@ -33,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # instead, whose imports take as long as Python's start, at the start of every command.
 PLAIN_PATHS := --config-settings editable_mode=compat
 
-.PHONY: venv demo test check compat bench sim kill-rounds checkpoint-rounds elastic-rounds fuzz lint docs clean
+.PHONY: venv demo test check compat bench sim kill-rounds checkpoint-rounds elastic-rounds serve-rounds fuzz lint docs clean
 
 venv: $(VENV)/.done
 
@@ -84,6 +85,9 @@ fuzz: venv
 
 elastic-rounds: venv
 	@$(BIN)/python tests/train/elastic_rounds.py
+
+serve-rounds: venv
+	@$(BIN)/python -m tests.serve.survival_rounds --rounds $(or $(ROUNDS),50) --seed $(or $(SEED),1)
 
 lint: venv
 	$(BIN)/ruff check .

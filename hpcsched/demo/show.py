@@ -27,8 +27,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hpcsched.demo import serving
 from hpcsched.demo.keeper import ClusterKeeper, Server, demo_cluster, stop_kept
 from hpcsched.demo.picture import Scene, StoryLine, clock, is_live, picture, story_text
+from hpcsched.demo.serving import ServeStory
 from hpcsched.demo.story import OUT_DIR, TRAIN_NAME, Story, StoryPlan, StoryResult, read_end, training_options
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
 from hpcsched.listing.text import clean
@@ -58,6 +60,7 @@ class DemoOptions:
     server: Server
     seconds: float
     plain: bool
+    serve: bool = False
     training: tuple[str, ...] = ()
 
 
@@ -175,6 +178,7 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     show_default=True,
     help="How long the training takes.",
 )
+@click.option("--serve", is_flag=True, help="Serve a model on three nodes, and lose one, instead of a training.")
 @click.option("--plain", is_flag=True, help="Print plain lines with times, as if the output is not a terminal.")
 @click.option("--training", hidden=True, default="", help="Further options of the training program.")
 def demo(
@@ -183,6 +187,7 @@ def demo(
     directory: Path | None,
     server: Literal["auto", "sshd", "embedded"],
     seconds: float,
+    serve: bool,
     plain: bool,
     training: str,
 ) -> int:
@@ -190,7 +195,7 @@ def demo(
 
     Three nodes on loopback are reached through SSH, and two of them train a model. During the training the controller is
     killed, then a node loses power, and the training resumes from its last checkpoint. This takes about three minutes.
-    The results are left in ./demo-out.
+    The results are left in ./demo-out. With --serve, a model that fits on no node answers on three of them, while one is lost.
     """
     if stop is not None:
         stop_kept(stop.absolute())
@@ -203,6 +208,7 @@ def demo(
             server=server,
             seconds=seconds,
             plain=plain,
+            serve=serve,
             training=_grouped(shlex.split(training)),
         )
     )
@@ -232,8 +238,8 @@ def perform(options: DemoOptions) -> int:
 
     Raises RequestError or ConfigError if it cannot begin.
     """
-    check_packages()
-    stage = DemoStage(Console(highlight=False), plain=options.plain)
+    check_packages(serving.PACKAGES if options.serve else PACKAGES)
+    stage = DemoStage(Console(highlight=False), plain=options.plain or options.serve)
     with _signals_raise():
         base = make_directory(options.directory)
         cluster = demo_cluster(base, options.server)
@@ -241,14 +247,20 @@ def perform(options: DemoOptions) -> int:
         story: Story | None = None
         is_kept = False
         try:
-            check_mpirun(cluster.env["PATH"])
+            if not options.serve:
+                check_mpirun(cluster.env["PATH"])
             keeper = ClusterKeeper(base, options.server)
             os.environ["HPCSCHED_API"] = str(cluster.api_socket)  # from now on, client asks this cluster
             reader = ClusterReader(cluster.share / OUT_DIR / "metrics.jsonl")
-            story = Story(cluster, keeper, reader, stage, plan_of(options, watched=not stage.plain))
-            result = story.run()
-            stage.close()
-            show_results(stage, cluster, result)
+            story = story_of(options, cluster, keeper, reader, stage)
+            if isinstance(story, ServeStory):
+                served = story.play()
+                stage.heading("what happened")
+                stage.table(serving.closing_rows(served))
+            else:
+                result = story.run()
+                stage.close()
+                show_results(stage, cluster, result)
             if options.keep:
                 keeper.ask("keep")
                 is_kept = True
@@ -266,6 +278,16 @@ def perform(options: DemoOptions) -> int:
         finally:
             if not is_kept:
                 _clean_up(stage, keeper, base)
+
+
+def story_of(
+    options: DemoOptions, cluster: LocalCluster, keeper: ClusterKeeper, reader: ClusterReader, stage: DemoStage
+) -> Story:
+    """Return the story that the options ask for."""
+    if options.serve:
+        plan = serving.serving_plan(python_name(), READ_S if is_live(Console()) and not options.plain else 0.0)
+        return ServeStory(cluster, keeper, reader, stage, plan)
+    return Story(cluster, keeper, reader, stage, plan_of(options, watched=not stage.plain))
 
 
 def plan_of(options: DemoOptions, *, watched: bool) -> StoryPlan:
@@ -289,13 +311,13 @@ def python_name() -> str:
     return plain.name if plain.exists() and plain.samefile(sys.executable) else Path(sys.executable).name
 
 
-def check_packages() -> None:
-    """Raise ConfigError if a package that the training needs is missing."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+def check_packages(needed: Sequence[str]) -> None:
+    """Raise ConfigError if a package that the story needs is missing."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"cannot show the demo: {', '.join(missing)} not installed for {sys.executable}; "
-            "install with: pip install 'hpcsched[train]' mpich   (or, in a clone: make venv)"
+            "install with: pip install 'hpcsched[train,serve]' mpich   (or, in a clone: make venv)"
         )
 
 

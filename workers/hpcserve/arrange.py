@@ -77,6 +77,11 @@ class GroupArrangement:
             },
         )
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The members of the generation that was formed last, by rank."""
+        return self._last.numbers if self._last is not None else ()
+
     def resize(self, ranks: int) -> None:
         """Form groups of so many ranks from now on."""
         self._settings = replace(self._settings, ranks=ranks)

@@ -371,6 +371,11 @@ class LocalEngine:
             self._changed.notify()
         return stream
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine has ended, by an error or by `close`."""
+        return self._over is not None
+
     def load(self) -> EngineLoad:
         """Return how busy the engine is."""
         with self._changed:

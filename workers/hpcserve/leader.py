@@ -28,6 +28,9 @@ from hpctrain.peers import GUEST, HOST, Messages, Proof, encryption_wanted
 MOST_LINE_BYTES = 256 << 20  # a prompt of a million tokens, or the log probabilities of one
 PROOF_S = 10.0
 LOAD_EVERY_S = 0.25
+LEADER_SILENT_S = 10.0
+STALL_S = 120.0  # more than any step takes
+MOST_LOSSES = 8  # of generations, without a token of a request in between: the request may be what kills them
 Message = dict[str, Any]
 
 
@@ -226,6 +229,8 @@ class LeaderConnection:
         self.generation = generation
         self.load = EngineLoad(running=0, waiting=0, kv_used=0.0, queue_wait_s=0.0)
         self.metrics: Mapping[str, float] = {}
+        self._heard_at_s = self._moved_at_s = time.monotonic()
+        self._steps = 0.0
         self._line = line
         self._numbers = itertools.count()
         self._streams: dict[int, asyncio.Queue[TokenEvent | ServeError]] = {}
@@ -235,12 +240,27 @@ class LeaderConnection:
         """Hand out what the leader sends, until the connection ends; then its streams are lost."""
         while (message := await self._line.receive()) is not None:
             if message["type"] == "load":
-                self.load, self.metrics = EngineLoad(**message["load"]), message["metrics"]
+                self._note(EngineLoad(**message["load"]), message["metrics"])
                 continue
             queue = self._streams.get(int(message["stream"]))
             if queue is not None:
                 queue.put_nowait(event_of(message["event"]) if message["type"] == "event" else error_of(message))
         self.close()
+
+    def _note(self, load: EngineLoad, metrics: Mapping[str, float]) -> None:
+        now_s, steps = time.monotonic(), metrics.get("steps_total", 0.0)
+        if steps != self._steps or not load.running:
+            self._moved_at_s = now_s
+        self._heard_at_s, self._steps = now_s, steps
+        self.load, self.metrics = load, metrics
+
+    def why_stalled(self, now_s: float) -> str:
+        """Return why the leader must be hung although it has heartbeats; empty if it is not."""
+        if now_s - self._heard_at_s > LEADER_SILENT_S:
+            return f"the leader says nothing for {LEADER_SILENT_S:g} s"
+        if now_s - self._moved_at_s > STALL_S:
+            return f"the leader computes one step for {STALL_S:g} s"
+        return ""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent]:
         """Yield the tokens of a request; closing the iterator cancels it.
@@ -292,6 +312,11 @@ class GroupEngine:
         self.longest_gap_s = 0.0  # of a stream that was continued
 
     @property
+    def leader(self) -> LeaderConnection | None:
+        """The leader of the generation that serves requests now."""
+        return self._leader
+
+    @property
     def is_ready(self) -> bool:
         """Whether a generation serves requests now."""
         return self._leader is not None
@@ -327,12 +352,13 @@ class GroupEngine:
         if request.sampling.seed is None:  # so that the rest of the stream has the same random numbers
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
         sent = list(request.sent)
-        lost_at_s = None
+        lost_at_s, losses = None, 0
         while True:
             leader = await self._next_leader()
             try:
                 async with aclosing(leader.generate(replace(request, sent=tuple(sent)))) as events:
                     async for event in events:
+                        losses = 0
                         if lost_at_s is not None:
                             self.longest_gap_s = max(self.longest_gap_s, time.monotonic() - lost_at_s)
                             lost_at_s = None
@@ -343,6 +369,11 @@ class GroupEngine:
                         if event.finish is not None:
                             return
             except GroupLost:
+                losses += 1
+                if losses > MOST_LOSSES:
+                    raise ServeError(
+                        f"cannot continue request {request.id!r}: {losses} generations were lost computing its next token"
+                    ) from None
                 lost_at_s = time.monotonic() if lost_at_s is None else lost_at_s
                 self._counts["resumed_streams_total"] += 1
                 self._counts["resumed_tokens_total"] += len(sent)

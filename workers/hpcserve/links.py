@@ -15,6 +15,9 @@ Sources: Megatron-LM (two sums a layer); `hpctrain.peers` (proofs); `hpctrain.co
 from __future__ import annotations
 
 import enum
+import mmap
+import os
+import platform
 import queue
 import select
 import socket
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -36,6 +40,12 @@ STEP_LIMIT_S = 10.0  # the longest wait for another rank within a step
 TOKENS_OF_LIMIT = 64  # a step of more tokens may take longer by this measure
 SPINS = 60
 POLL_S = 0.5
+RING_BYTES = 1 << 20
+LINE_NUMBERS = 8  # each counter has its own cache line
+COUNTERS_BYTES = 4 * 8 * LINE_NUMBERS
+MEMORY_SPINS = 1000
+MEMORY_NAP_S = 50e-6
+MEMORY = Path("/dev/shm")  # noqa: S108  # names are random, and files are opened with O_EXCL
 BUFFER_BYTES = 1 << 20
 LENGTH = struct.Struct("<Q")
 TENSOR_HEAD = struct.Struct("<IIII")  # dtype, rows, columns, number of the step
@@ -53,6 +63,45 @@ class LinkUse(enum.IntEnum):
     HIDDEN = 2
 
 
+class SharedRings:
+    """Two rings of bytes, one for each direction, in memory that two ranks of one host share.
+
+    Each counter has one writer. x86 keeps the order of stores, so bytes are there before the counter says so.
+    """
+
+    def __init__(self, memory: mmap.mmap, *, is_first: bool) -> None:
+        counters, rings = memoryview(memory)[:COUNTERS_BYTES].cast("q"), memoryview(memory)[COUNTERS_BYTES:]
+        self._counters = counters
+        mine, other = (0, 1) if is_first else (1, 0)
+        self._out, self._in = rings[mine * RING_BYTES :][:RING_BYTES], rings[other * RING_BYTES :][:RING_BYTES]
+        self._written, self._taken = 2 * mine * LINE_NUMBERS, (2 * mine + 1) * LINE_NUMBERS  # of the ring that goes out
+        self._filled, self._read = 2 * other * LINE_NUMBERS, (2 * other + 1) * LINE_NUMBERS
+
+    def push(self, content: memoryview) -> int:
+        """Write what there is room for; return the number of bytes."""
+        written = self._counters[self._written]
+        count = min(len(content), RING_BYTES - (written - self._counters[self._taken]))
+        at = written % RING_BYTES
+        first = min(count, RING_BYTES - at)
+        self._out[at : at + first] = content[:first]
+        self._out[: count - first] = content[first:count]
+        self._counters[self._written] = written + count
+        return count
+
+    def pull(self, space: memoryview) -> int:
+        """Read what is there; return the number of bytes."""
+        read = self._counters[self._read]
+        count = min(len(space), self._counters[self._filled] - read)
+        if count == 0:
+            return 0
+        at = read % RING_BYTES
+        first = min(count, RING_BYTES - at)
+        space[:first] = self._in[at : at + first]
+        space[first:count] = self._in[: count - first]
+        self._counters[self._read] = read + count
+        return count
+
+
 class RankLink:
     """A stream of bytes in both directions between this rank and another one."""
 
@@ -63,12 +112,15 @@ class RankLink:
             with suppress(OSError):
                 connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         self._rest: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.rings: SharedRings | None = None  # in place of the connection, whose end still counts
         self._resting = 0  # messages, or parts of them, that the thread has not sent
         self._lock = threading.Lock()
         self._sender: threading.Thread | None = None
 
     def push(self, content: memoryview) -> int:
-        """Send what the kernel takes at once."""
+        """Send what the kernel, or the other rank's ring, takes at once."""
+        if self.rings is not None:
+            return self.rings.push(content)
         try:
             return self.connection.send(content)
         except (BlockingIOError, InterruptedError):
@@ -77,7 +129,13 @@ class RankLink:
             raise self.lost(error.strerror or "the connection broke") from None
 
     def pull(self, space: memoryview) -> int:
-        """Receive what the kernel has."""
+        """Receive what is there."""
+        if self.rings is not None:
+            return self.rings.pull(space)
+        return self.pull_connection(space)
+
+    def pull_connection(self, space: memoryview) -> int:
+        """Receive what the kernel has. Raises GroupLost if the connection has ended."""
         try:
             count = self.connection.recv_into(space)
         except (BlockingIOError, InterruptedError):
@@ -208,6 +266,8 @@ class StageSum:
         self._links = [links[at] for at in sorted(links)]
         self._parts: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.waited_s = 0.0  # for other ranks, in all sums
+        self._in_memory = any(link.rings is not None for link in self._links)
+        self._spins = MEMORY_SPINS if self._in_memory else SPINS
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks, the same bits on each of them."""
@@ -246,13 +306,19 @@ class StageSum:
             if sum(sent) + sum(got) == 2 * count * whole:
                 return
             spins = 0 if moved else spins + 1
-            if spins > SPINS:
+            if spins > self._spins:
                 self._sleep(sent, got, whole, until_s)
 
     def _sleep(self, sent: Sequence[int], got: Sequence[int], whole: int, until_s: float) -> None:
         to_read = [link for at, link in enumerate(self._links) if got[at] < whole]
         to_write = [link for at, link in enumerate(self._links) if sent[at] < whole]
-        wait_for([link.connection for link in to_read], [link.connection for link in to_write])
+        if self._in_memory:
+            time.sleep(MEMORY_NAP_S)
+            for link in to_read:
+                if link.rings is not None:
+                    link.pull_connection(memoryview(bytearray(1)))  # only its end can come
+        else:
+            wait_for([link.connection for link in to_read], [link.connection for link in to_write])
         if time.monotonic() > until_s:
             raise (*to_read, *to_write)[0].lost(f"silent for {self._limit_s:g} s")
 
@@ -388,6 +454,7 @@ class RankAddress:
     addresses: tuple[str, ...]
     port: int
     secret: str
+    host: str = ""  # ranks with the same host share memory; empty: they do not
 
 
 class Meeting:
@@ -429,7 +496,20 @@ class Meeting:
             for link in ends.values():
                 link.close()
             raise GroupLost(f"cannot reach rank {missing[0]} at {self._ranks[missing[0]].addresses[0]}")
+        try:
+            self._share_memory(rank, ends, limit_s)
+        except GroupLost:
+            for link in ends.values():
+                link.close()
+            raise
         return RankLinks(self._split, rank, ends, limit_s)
+
+    def _share_memory(self, rank: int, ends: Mapping[tuple[LinkUse, int], RankLink], limit_s: float) -> None:
+        """Move sums between ranks of one host from connections to memory; the lower rank makes it."""
+        host = self._ranks[rank].host
+        for (use, other), link in sorted(ends.items()):
+            if use is LinkUse.SUM and host and host == self._ranks[other].host and platform.machine() == "x86_64":
+                (offer_memory if rank < other else accept_memory)(link, limit_s)
 
     def _hello(self, use: LinkUse, low: int, high: int) -> bytes:
         return HELLO.pack(self._generation, use, low, high)
@@ -487,3 +567,44 @@ class Meeting:
                         return RankLink(tunnel(peer, session), f"rank {low}")
                 peer.close()
             time.sleep(NAP_S)
+
+
+def offer_memory(link: RankLink, limit_s: float) -> None:
+    """Make memory for a link, and use it if the other rank can open it, too."""
+    path = MEMORY / f"hpcserve-{os.urandom(12).hex()}"
+    try:
+        memory = mapped(path, os.O_CREAT | os.O_EXCL)
+    except OSError:  # no such directory, or it is full
+        memory = None
+    name = path.name.encode() if memory is not None else b""
+    link.post(LENGTH.pack(len(name)), name)
+    answer = link.message(1, limit_s)
+    path.unlink(missing_ok=True)
+    if memory is not None and answer == b"1":
+        link.rings = SharedRings(memory, is_first=True)
+
+
+def accept_memory(link: RankLink, limit_s: float) -> None:
+    """Use the memory that the other rank has made, if it can be opened here."""
+    name = bytes(link.message(64, limit_s)).decode(errors="replace")
+    memory = None
+    if name.startswith("hpcserve-") and "/" not in name:
+        with suppress(OSError):
+            memory = mapped(MEMORY / name, 0)
+    link.post(LENGTH.pack(1), b"0" if memory is None else b"1")
+    if memory is not None:
+        link.rings = SharedRings(memory, is_first=False)
+
+
+def mapped(path: Path, flags: int) -> mmap.mmap:
+    """Return the memory of a file that only this user can open."""
+    size = COUNTERS_BYTES + 2 * RING_BYTES
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    try:
+        if flags:
+            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm is an error here, not a signal later
+        elif os.fstat(descriptor).st_size != size:
+            raise OSError("it has another size")
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)

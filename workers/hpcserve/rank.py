@@ -2,15 +2,16 @@
 
 The leader, rank 0 of a generation, also runs the engine, and serves the front's requests. A part is loaded in a thread, so that a
 rank leaves a broken generation at once; a part that is still the same in the next generation is kept.
-Environment: HPCTRAIN_ROSTER, HPCTRAIN_ROSTER_KEY and HPCTRAIN_SLOT (`hpctrain.elastic.member`), HPCSERVE_FRONT (the port of the
-front, on the host of the roster), HPCSERVE_VERSION (the hash of the model that the front has), HPCSERVE_SHARE (the ranks of this
-host, which share its memory and cores). Does not know which ranks there are before the roster says so.
+Environment: HPCTRAIN_ROSTER, HPCTRAIN_ROSTER_KEY and HPCTRAIN_SLOT (`hpctrain.elastic.member`); HPCSERVE_FRONT is the port of the
+front, on the host of the roster; HPCSERVE_VERSION the hash of the front's model; HPCSERVE_SHARE how many ranks share this host;
+HPCSERVE_MEMORY the most bytes that a rank may use, also enforced. Does not know other ranks before the roster names them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import sys
 import threading
@@ -29,11 +30,12 @@ from hpcserve.grammar import Grammar
 from hpcserve.leader import MOST_LINE_BYTES, LeaderEnd, MessageLine
 from hpcserve.links import Meeting, RankAddress, RankLinks
 from hpcserve.model import DecoderModel
+from hpcserve.plan import BASE_BYTES
 from hpcserve.runner import GroupRunner, RankProgram
 from hpcserve.split import ModelPart, ModelSplit
 from hpcserve.tokens import TextTokenizer
 from hpcserve.weights import WeightFiles
-from hpctrain.comm.hosts import own_addresses
+from hpctrain.comm.hosts import identity, own_addresses
 from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Message, members_of
 from hpctrain.errors import TrainError
@@ -41,6 +43,7 @@ from hpctrain.peers import GUEST, encryption_wanted
 
 LOOK_S = 0.05
 REPORT_EVERY_S = 1.0
+SLACK_BYTES = 128 << 20  # stacks of threads, and what malloc keeps
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
@@ -89,6 +92,8 @@ class PartLoader:
             if model.cache.blocks != blocks:
                 model.allocate(blocks)
             self._loaded, self._error = (part, kind, model), None
+        except RuntimeError as error:  # torch has no other error for too little memory
+            self._error = ServeError(f"cannot load layers {part.layers.start} to {part.layers.stop}: {error}")
         except Exception as error:  # top of the thread: `loaded` raises it
             self._error = error
 
@@ -152,10 +157,22 @@ class ServeRank:
             "addresses": [self._membership.host, *own_addresses()],
             "port": self._listener.getsockname()[1],
             "secret": self._secret,
+            "host": " ".join(identity()),
             "node": self._environ.get("HPCSCHED_NODENAME") or socket.gethostname(),
-            "free_bytes": free_bytes() // share,
+            "free_bytes": self._limited(free_bytes() // share),
             "cores": cores,
         }
+
+    def _limited(self, free: int) -> int:
+        """Return the memory that this rank may use, and enforce the limit that the user set."""
+        limit = int(self._environ.get("HPCSERVE_MEMORY") or 0)
+        if limit <= 0:
+            return free
+        with open("/proc/self/status") as file:
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+        most = used + max(0, limit - BASE_BYTES) + SLACK_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        return min(free, limit)
 
     def _take_part(self, news: Message, generation: int) -> None:
         """Load, connect, and compute until the generation is over, which raises GroupLost."""
@@ -163,7 +180,10 @@ class ServeRank:
         rank = [member["number"] for member in members].index(self._membership.number)
         split = ModelSplit.from_json(news["split"])
         addresses = [
-            RankAddress(addresses=tuple(one["addresses"]), port=one["port"], secret=one["secret"]) for one in members
+            RankAddress(
+                addresses=tuple(one["addresses"]), port=one["port"], secret=one["secret"], host=one.get("host", "")
+            )
+            for one in members
         ]
 
         def is_broken() -> bool:
@@ -232,7 +252,7 @@ class ServeRank:
             serving = asyncio.create_task(LeaderEnd(engine, line, runner.metrics).serve(over))
             while not serving.done():
                 await asyncio.wait([serving], timeout=LOOK_S)
-                if self._membership.changing or runner.is_lost:
+                if self._membership.changing or runner.is_lost or engine.is_over:
                     over.set()
             await serving
         except OSError as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcserve.arrange import GroupArrangement, GroupSettings
+from hpcserve.arrange import GroupArrangement, GroupSettings, even_split
 from hpcserve.config import ModelConfig, parse_config
 from hpcserve.plan import ServeLoad
 from hpcserve.split import ModelPart, ModelSplit
@@ -101,3 +101,25 @@ def test_a_spare_with_too_little_memory_does_not_take_a_part() -> None:
     form(arrangement, arrangement([], members(0, 1), True))
     after = form(arrangement, arrangement(members(1), members(2, free_bytes=1000), False))
     assert list(after) == [1, 2], "planned anew for both, as tensor splits of any size are allowed here"
+
+
+def test_a_slow_rank_gets_less_when_it_was_measured() -> None:
+    arrangement = arranged(shape="auto", ranks=2, load=ServeLoad(streams=1, prompt_tokens=32, answer_tokens=32))
+    shaped = even_split(config(), 2, "tensor")
+    arrangement.formed(
+        {
+            "members": [{"number": 0}, {"number": 1}],
+            "split": shaped.to_json(),
+            "candidates": 2,
+            "tokens_s": 100.0,
+        }
+    )
+    assert arrangement.learn({0: 0.001, 1: 1.0}, members(0, 1)), "one of them takes a second for its part"
+    after = form(arrangement, arrangement(members(0, 1), [], False))
+    assert 1 not in after or len(after[0].ffn) > len(after[1].ffn)
+
+
+def test_measurements_that_confirm_the_plan_do_not_change_it() -> None:
+    arrangement = arranged(shape="tensor", ranks=2)
+    form(arrangement, arrangement([], members(0, 1), True))
+    assert not arrangement.learn({0: 0.01, 1: 0.01}, members(0, 1))

@@ -6,13 +6,14 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hpcserve.errors import GroupLost
-from hpcserve.links import HELLO, LinkUse, Meeting, RankAddress, RankLinks, links_of, links_of_threads
+from hpcserve.links import HELLO, MEMORY, LinkUse, Meeting, RankAddress, RankLinks, links_of, links_of_threads
 from hpcserve.split import ModelPart, ModelSplit, Span
 
 PART = ModelPart(layers=Span(0, 1), kv_groups=Span(0, 1), ffn=Span(0, 1), vocab=Span(0, 1))
@@ -100,10 +101,10 @@ def test_a_wait_without_limit_ends_when_it_is_broken_off() -> None:
 class Met:
     """The ranks of a generation, each with a listener of its own."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, host: str = "") -> None:
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
         self.ranks = [
-            RankAddress(addresses=("127.0.0.1",), port=one.getsockname()[1], secret=f"secret of {rank}")
+            RankAddress(addresses=("127.0.0.1",), port=one.getsockname()[1], secret=f"secret of {rank}", host=host)
             for rank, one in enumerate(self.listeners)
         ]
 
@@ -154,3 +155,37 @@ def test_a_rank_that_cannot_be_reached_is_named() -> None:
     met.listeners[0].close()
     with pytest.raises(GroupLost, match=r"cannot reach rank 0 at 127\.0\.0\.1"):
         Meeting(split_of(2), met.ranks, 1, b"key", is_given_up=lambda: True).connect(1, met.listeners[1])
+
+
+def test_ranks_of_one_host_sum_in_memory_that_has_no_name_afterwards() -> None:
+    links = Met(3, host="this one").connected(split_of(3), keys=[b"key"] * 3)
+    assert not list(MEMORY.glob("hpcserve-*"))
+
+    def summed(mine: RankLinks) -> list[bool]:
+        found = []
+        for length in (3, 2048, 600_000):  # the last is larger than a ring
+            tensor = torch.full((length,), float(mine.rank + 1))
+            mine.reduce(tensor)
+            found.append(bool((tensor == 6.0).all()))
+        return found
+
+    assert on_all(links, summed) == [[True] * 3] * 3
+    links[2].break_off()
+    with pytest.raises(GroupLost, match="rank 2 is lost"):
+        links[0].reduce(torch.zeros(8))
+    for one in links:
+        one.close()
+
+
+def test_ranks_that_cannot_share_memory_sum_over_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcserve.links.MEMORY", Path("/no/such/directory"))
+    links = Met(2, host="this one").connected(split_of(2), keys=[b"key"] * 2)
+
+    def summed(mine: RankLinks) -> float:
+        tensor = torch.ones(4)
+        mine.reduce(tensor)
+        return tensor.sum().item()
+
+    assert on_all(links, summed) == [8.0, 8.0]
+    for one in links:
+        one.close()
