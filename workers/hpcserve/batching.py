@@ -31,6 +31,7 @@ from hpcserve.steps import BLOCK_POSITIONS, ForwardStep, StepRow
 PRIORITY_S = 30.0  # a request of one level more is served as if it had come so much earlier
 HIGHEST_PRIORITY = 1000
 SMALLEST_CHUNK = 4  # tokens of prompts that a step computes however much slower that makes it
+LEAST_ALONE = 64  # tokens of prompts in a step without decoding sequences
 SCORED_CHUNK = 64  # positions of a prompt whose logits one step returns; each is a vocabulary of floats
 
 
@@ -192,6 +193,7 @@ class BatchLimits:
     step_tokens: int = 512
     gap_factor: float = 2.0  # of the time of a step without prompts
     step_s: float | None = None  # the longest step while sequences decode, instead of `gap_factor`
+    alone_s: float = 1.0  # the longest step otherwise: new and cancelled requests wait for its end
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -431,7 +433,7 @@ class Batcher:
         most = self.limits.step_tokens - decoding
         others = any(sequence.flights and sequence.planned >= len(sequence.tokens) for sequence in self._running)
         if not decoding and not others:
-            return most
+            return min(most, max(LEAST_ALONE, self.costs.most_tokens(self.limits.alone_s, most)))
         if decoding and not self.costs.knows(decoding):
             return 0  # one step without prompts, to measure what the others are compared with
         limit_s = self.limits.step_s
@@ -473,7 +475,10 @@ class Batcher:
             self._preempt(max(victims, key=by_rank))
 
     def _cached(self, sequence: LiveSequence) -> list[int]:
-        """Return the blocks that hold the beginning of a waiting sequence; its last token is always computed."""
+        """Return the blocks that hold the beginning of a waiting sequence.
+
+        Its last token is always computed, because its logits are needed.
+        """
         request = sequence.request
         if request.embed or (request.prompt_logprobs and not request.sent):
             return []  # what is wanted of each position is not in the blocks

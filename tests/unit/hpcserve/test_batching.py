@@ -96,6 +96,12 @@ def test_the_longest_step_can_be_given_in_seconds() -> None:
     assert play(batcher, batcher.next_step())["b"] == pytest.approx(19, abs=2)
 
 
+def test_a_step_of_prompts_alone_is_short_as_well() -> None:
+    batcher = batcher_with({100: 0.5}, blocks=100)
+    batcher.add(asked("a", 600), 0)
+    assert play(batcher, batcher.next_step()) == {"a": 200}
+
+
 def test_a_level_of_priority_is_worth_thirty_seconds_of_waiting() -> None:
     batcher = batcher_with(running=1)
     batcher.add(asked("old", 3, priority=0), 0)
