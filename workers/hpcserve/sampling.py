@@ -26,7 +26,8 @@ from hpcserve.errors import InvalidRequest
 from hpcserve.requests import SamplingSettings
 
 GREEDY_BELOW = 1e-5  # a temperature at which the second token's probability is 0 in practice
-CANDIDATES = 1024  # the most likely tokens, which are sorted first; all are sorted only if these are too few
+HOTTEST = 1e30  # temperatures above make all tokens equally likely, as this one does
+LIKELY = (1e-2, 1e-4, 1e-6)  # parts of the largest chance: less likely tokens are looked at only if these are too few
 MOST_LOGPROBS = 128
 MOST_BIASES = 1024
 LARGEST_BIAS = 1e4  # more changes no choice
@@ -189,65 +190,64 @@ def change(logits: Tensor, draw: TokenDraw) -> None:
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int | None]:
-    """Return a token for each row of changed logits; None if none is allowed."""
+    """Return a token for each row of changed logits; None if none is allowed.
+
+    Row by row: a vocabulary is long enough for torch, and no row depends on the others.
+    """
     largest, likeliest = logits.max(dim=-1)
-    tokens: list[int | None] = [
-        token if math.isfinite(most) else None for token, most in zip(likeliest.tolist(), largest.tolist(), strict=True)
-    ]
-    random = [row for row, draw in enumerate(draws) if tokens[row] is not None and not is_greedy(draw.settings)]
-    if not random:
-        return tokens
-    # From the largest logit on, in doubles: a temperature near 0 or of 1e30 leaves probabilities, not infinities.
-    temperatures = torch.tensor([[draws[row].settings.temperature] for row in random], dtype=torch.float64)
-    scaled = (logits[random].double() - largest[random, None].double()) / temperatures.to(logits.device)
-    whole = [place for place, row in enumerate(random) if not truncates(draws[row].settings, logits.shape[-1])]
-    if whole:
-        numbers = [uniform(draws[random[place]].seed, draws[random[place]].position) for place in whole]
-        for place, index in zip(whole, pick(torch.softmax(scaled[whole], dim=-1), numbers), strict=True):
-            tokens[random[place]] = index
-    for place in sorted(set(range(len(random))) - set(whole)):
-        draw = draws[random[place]]
-        tokens[random[place]] = truncated(scaled[place], draw.settings, uniform(draw.seed, draw.position))
+    tokens: list[int | None] = []
+    for row, (draw, most, token) in enumerate(zip(draws, largest.tolist(), likeliest.tolist(), strict=True)):
+        if not math.isfinite(most):
+            tokens.append(None)
+        elif is_greedy(draw.settings):
+            tokens.append(token)
+        else:
+            # Relative to the largest: a temperature near 0 or of 1e30 leaves chances, not infinities.
+            scaled = (logits[row] - most).div_(min(draw.settings.temperature, HOTTEST))
+            tokens.append(drawn(scaled, draw.settings, uniform(draw.seed, draw.position)))
     return tokens
 
 
-def truncates(settings: SamplingSettings, vocabulary: int) -> bool:
-    """Return whether unlikely tokens are left out."""
-    return settings.top_p < 1 or settings.min_p > 0 or 0 < settings.top_k < vocabulary
+def drawn(scaled: Tensor, settings: SamplingSettings, number: float) -> int:
+    """Return a token among those that top-k, top-p and min-p leave.
 
-
-def truncated(scaled: Tensor, settings: SamplingSettings, number: float) -> int:
-    """Return a token of a row among those that top-k, top-p and min-p leave."""
-    vocabulary = len(scaled)
-    most = min(settings.top_k or vocabulary, vocabulary)
-    total = torch.logsumexp(scaled, dim=-1)
-    count = min(most, CANDIDATES)
-    while True:
-        values, tokens = torch.topk(scaled, count)
-        if settings.top_k:  # the rest is left out before top-p counts
-            total = torch.logsumexp(values[:most], dim=-1) if count == most else total
-        chances = torch.exp(values - total)
-        sums = chances.cumsum(dim=-1)
-        enough = float(sums[-1]) >= settings.top_p or float(chances[-1]) < settings.min_p * float(chances[0])
-        if count == most or (enough and not settings.top_k):
-            break
-        count = most
-    keep = (sums - chances < settings.top_p) & (chances >= settings.min_p * chances[0])
+    Args:
+        scaled: of all tokens, the logarithms of their chances as parts of the largest.
+        number: which token, 0 <= number < 1.
+    """
+    has_most = 0 < settings.top_k < len(scaled)
+    chances = scaled.exp()
+    if has_most:
+        tokens = torch.topk(scaled, settings.top_k)[1]
+        values = chances[tokens]
+    elif settings.top_p < 1 or settings.min_p > 0:
+        tokens = likely(chances, settings)
+        values, order = chances[tokens].sort(descending=True, stable=True)
+        tokens = tokens[order]
+    else:
+        return pick(chances, number)
+    sums = values.cumsum(dim=0, dtype=torch.float64)
+    total = sums[-1] if has_most else chances.sum(dtype=torch.float64)
+    keep = (sums - values < settings.top_p * total) & (values >= settings.min_p)
     keep[0] = True
-    (index,) = pick((chances * keep)[None], [number])
-    return int(tokens[index])
+    return int(tokens[pick(values * keep, number)])
 
 
-def pick(chances: Tensor, numbers: Sequence[float]) -> list[int]:
-    """Return the place in each row at which the sum of chances passes its number.
+def likely(chances: Tensor, settings: SamplingSettings) -> Tensor:
+    """Return tokens among which are all that top-p and min-p leave: few, so that these can be sorted."""
+    enough = settings.top_p * chances.sum(dtype=torch.float64)
+    for least in LIKELY:
+        found = (chances >= max(least, settings.min_p)).nonzero()[:, 0]
+        if least <= settings.min_p or chances[found].sum(dtype=torch.float64) > enough:
+            return found
+    return torch.arange(len(chances), device=chances.device)
 
-    Numbers are parts, 0 to 1, of the row's total."""
-    sums = chances.cumsum(dim=-1)
-    aims = torch.tensor([[number] for number in numbers], dtype=sums.dtype, device=sums.device) * sums[:, -1:]
-    places = torch.searchsorted(sums, aims, right=True)
-    # Rounding may lead past the end, or onto a token of chance 0 there.
-    last = torch.where(chances > 0, torch.arange(chances.shape[-1], device=sums.device), 0).amax(dim=-1, keepdim=True)
-    return [int(place) for place in torch.minimum(places, last)[:, 0]]
+
+def pick(chances: Tensor, number: float) -> int:
+    """Return the place at which the sum of the chances passes a part of their total."""
+    sums = chances.cumsum(dim=0, dtype=torch.float64)
+    place = int(torch.searchsorted(sums, number * sums[-1], right=True))
+    return place if place < len(chances) else int(chances.nonzero()[-1])  # rounding can lead past the end
 
 
 def score(

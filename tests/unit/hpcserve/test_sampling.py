@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from hpcserve.errors import InvalidRequest
 from hpcserve.requests import SamplingSettings
-from hpcserve.sampling import CANDIDATES, TokenDraw, check_settings, choose, uniform
+from hpcserve.sampling import TokenDraw, check_settings, choose, likely, uniform
 
 GREEDY = SamplingSettings(temperature=0)
 LOGITS = torch.tensor([0.5, 3.0, 2.5, -1.0, 1.0])
@@ -27,10 +28,10 @@ def one(settings: SamplingSettings, **fields: Any) -> Any:
 
 
 def test_tokens_are_as_frequent_as_their_probabilities() -> None:
-    rows = [TokenDraw(settings=SamplingSettings(temperature=2), seed=9, position=position) for position in range(2000)]
-    counts = Counter(token.token for token in choose(LOGITS.expand(2000, -1), rows) if token)
+    rows = [TokenDraw(settings=SamplingSettings(temperature=2), seed=9, position=position) for position in range(1000)]
+    counts = Counter(token.token for token in choose(LOGITS.expand(1000, -1), rows) if token)
     chances = torch.softmax(LOGITS / 2, dim=0)
-    assert [counts[token] / 2000 for token in range(5)] == pytest.approx(chances.tolist(), abs=0.04)
+    assert [counts[token] / 1000 for token in range(5)] == pytest.approx(chances.tolist(), abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +57,27 @@ def test_settings_leave_the_likely_tokens(settings: SamplingSettings, tokens: se
 
 
 @pytest.mark.parametrize(
-    "settings", [SamplingSettings(top_p=0.999), SamplingSettings(min_p=1e-3)], ids=["top_p", "min_p"]
+    ("settings", "others"),
+    [(SamplingSettings(top_p=0.3), False), (SamplingSettings(top_p=0.99), True), (SamplingSettings(min_p=1e-9), True)],
+    ids=["top_p=0.3", "top_p=0.99", "min_p"],
 )
-def test_all_tokens_are_looked_at_if_the_first_ones_are_not_enough(settings: SamplingSettings) -> None:
-    flat = torch.linspace(0, 0.01, 4 * CANDIDATES)
-    assert min(token for token in drawn(flat, 40, settings) if token is not None) < CANDIDATES
+def test_many_unlikely_tokens_count_as_much_as_a_likely_one(settings: SamplingSettings, others: bool) -> None:
+    """Token 0 is 100,000 times as likely as any other; together the others are as likely as it is."""
+    logits = torch.zeros(100_001)
+    logits[0] = math.log(100_000)
+    tokens = drawn(logits, 12, settings)
+    assert 0 in tokens
+    assert (len(tokens) > 1) == others
+
+
+def test_tokens_are_left_out_exactly_where_top_p_says() -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 4
+    chances, order = torch.softmax(logits.double(), dim=0).sort(descending=True)
+    kept = set(order[chances.cumsum(0) - chances < 0.97].tolist())
+    assert drawn(logits, 200, SamplingSettings(top_p=0.97)) <= kept
+    found = set(likely(torch.exp(logits - logits.max()), SamplingSettings(top_p=0.97)).tolist())
+    assert kept <= found
+    assert len(found) < 1500
 
 
 def test_a_random_number_depends_on_seed_and_position_alone() -> None:
