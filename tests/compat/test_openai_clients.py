@@ -35,8 +35,8 @@ from hpcserve.chat import ChatTemplate
 from hpcserve.config import read_config
 from hpcserve.engine import LocalEngine
 from hpcserve.grammar import Grammar
+from hpcserve.group.runner import local_runner
 from hpcserve.model import DecoderModel, whole_part
-from hpcserve.runner import local_runner
 from hpcserve.tokens import TextTokenizer
 from hpcserve.weights import WeightFiles
 

@@ -12,15 +12,15 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hpcserve.arrange import GroupSettings
 from hpcserve.batching import BatchLimits
 from hpcserve.config import read_config
 from hpcserve.engine import LocalEngine
-from hpcserve.front import FrontSettings, ServeFront
+from hpcserve.group.arrange import GroupSettings
+from hpcserve.group.front import FrontSettings, ServeFront
+from hpcserve.group.runner import local_runner
 from hpcserve.model import DecoderModel, whole_part
 from hpcserve.plan import ServeLoad
 from hpcserve.requests import GenerateRequest, SamplingSettings, TokenEngine
-from hpcserve.runner import local_runner
 from hpcserve.weights import WeightFiles
 
 LOAD = ServeLoad(streams=8, prompt_tokens=64, answer_tokens=64, context_tokens=256)

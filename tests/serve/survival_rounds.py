@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcserve.front import SILENT_S, ServeFront
+from hpcserve.group.front import SILENT_S, ServeFront
 from tests.serve.groups import Streams, cut_connections, group, prompts, ready, undisturbed
 from tests.tiny_models import tiny_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcserve.front import ServeFront
+from hpcserve.group.front import ServeFront
 from tests.serve.groups import Streams, all_tokens, cut_connections, group, prompts, ready, undisturbed
 from tests.tiny_models import tiny_model
 from tests.waiting import PATIENCE_S

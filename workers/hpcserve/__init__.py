@@ -9,7 +9,7 @@ Follow one request through the code:
 1. the front reads it            api/, as OpenAI's API; tokens and chat templates: tokens.py, chat.py
 2. it becomes a `GenerateRequest`  requests.py
 3. the engine batches it         engine.py; batching.py chooses the rows of each step, within blocks of cache.py
-4. a step runs on all ranks      steps.py is what the leader sends; runner.py executes it by model.py; sums go over links.py
+4. a step runs on all ranks      steps.py is what the leader sends; group/ executes it by model.py, with sums over links
 5. a token is chosen             sampling.py
 6. it goes back as a `TokenEvent`  the front turns it into text, and sends it
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hpcserve.arrange import GroupArrangement, GroupSettings, even_split
 from hpcserve.config import ModelConfig, parse_config
+from hpcserve.group.arrange import GroupArrangement, GroupSettings, even_split
 from hpcserve.plan import ServeLoad
 from hpcserve.split import ModelPart, ModelSplit
 from hpctrain.elastic.roster import Member, MemberChoice

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcserve.errors import ServeError
-from hpcserve.front import LEAST_STEPS, SpeedCounts, add_options, bound_socket, listen_name, settings_of
+from hpcserve.group.front import LEAST_STEPS, SpeedCounts, add_options, bound_socket, listen_name, settings_of
 from tests.tiny_models import tiny_model
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcserve.errors import GroupLost, InvalidRequest, OverloadedError, ServeError
-from hpcserve.leader import (
+from hpcserve.group.leader import (
     GroupEngine,
     LeaderConnection,
     LeaderEnd,

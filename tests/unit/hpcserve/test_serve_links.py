@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpcserve.errors import GroupLost
-from hpcserve.links import HELLO, MEMORY, LinkUse, Meeting, RankAddress, RankLinks, links_of, links_of_threads
+from hpcserve.group.links import HELLO, MEMORY, LinkUse, Meeting, RankAddress, RankLinks, links_of, links_of_threads
 from hpcserve.split import ModelPart, ModelSplit, Span
 
 PART = ModelPart(layers=Span(0, 1), kv_groups=Span(0, 1), ffn=Span(0, 1), vocab=Span(0, 1))
@@ -178,7 +178,7 @@ def test_ranks_of_one_host_sum_in_memory_that_has_no_name_afterwards() -> None:
 
 
 def test_ranks_that_cannot_share_memory_sum_over_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcserve.links.MEMORY", Path("/no/such/directory"))
+    monkeypatch.setattr("hpcserve.group.links.MEMORY", Path("/no/such/directory"))
     links = Met(2, host="this one").connected(split_of(2), keys=[b"key"] * 2)
 
     def summed(mine: RankLinks) -> float:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpcserve.errors import GroupLost
-from hpcserve.links import links_of_threads
-from hpcserve.runner import GroupRunner, RankProgram, local_runner
+from hpcserve.group.links import links_of_threads
+from hpcserve.group.runner import GroupRunner, RankProgram, local_runner
 from hpcserve.split import ModelPart, ModelSplit, Span, even, spans_of
 from hpcserve.steps import ForwardStep, StepRow
 

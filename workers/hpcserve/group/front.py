@@ -26,11 +26,11 @@ import uvicorn
 
 from hpcserve.api.app import create_app, server_config
 from hpcserve.api.guard import load_keys
-from hpcserve.arrange import GroupArrangement, GroupSettings
 from hpcserve.chat import ChatTemplate
 from hpcserve.config import read_config
 from hpcserve.errors import GroupLost, ServeError
-from hpcserve.leader import MOST_LINE_BYTES, GroupEngine, LeaderConnection, MessageLine
+from hpcserve.group.arrange import GroupArrangement, GroupSettings
+from hpcserve.group.leader import MOST_LINE_BYTES, GroupEngine, LeaderConnection, MessageLine
 from hpcserve.plan import PlanGoal, ServeLoad, replan
 from hpcserve.tokens import TextTokenizer
 from hpcserve.weights import WeightFiles
@@ -114,7 +114,7 @@ class ServeFront:
         self._leader_slot = -1
         self._predicted = 0.0  # tokens/s of one stream; 0: unknown
         self._losses = 0  # since a generation was ready
-        command = [sys.executable, "-m", "hpcserve.rank", str(settings.directory)]
+        command = [sys.executable, "-m", "hpcserve.group.rank", str(settings.directory)]
         self.launcher = RankLauncher(command, environ)
 
     @property

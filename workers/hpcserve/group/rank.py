@@ -27,11 +27,11 @@ from hpcserve.config import ModelConfig, read_config
 from hpcserve.engine import LocalEngine
 from hpcserve.errors import GroupLost, ServeError
 from hpcserve.grammar import Grammar
-from hpcserve.leader import MOST_LINE_BYTES, LeaderEnd, MessageLine
-from hpcserve.links import Meeting, RankAddress, RankLinks
+from hpcserve.group.leader import MOST_LINE_BYTES, LeaderEnd, MessageLine
+from hpcserve.group.links import Meeting, RankAddress, RankLinks
+from hpcserve.group.runner import GroupRunner, RankProgram
 from hpcserve.model import DecoderModel
 from hpcserve.plan import BASE_BYTES
-from hpcserve.runner import GroupRunner, RankProgram
 from hpcserve.split import ModelPart, ModelSplit
 from hpcserve.tokens import TextTokenizer
 from hpcserve.weights import WeightFiles

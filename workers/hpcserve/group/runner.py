@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from hpcserve.errors import GroupLost
-from hpcserve.links import RankLinks, links_of_threads
+from hpcserve.group.links import RankLinks, links_of_threads
 from hpcserve.split import ModelPart, ModelSplit
 from hpcserve.steps import ForwardStep
 
