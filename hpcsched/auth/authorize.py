@@ -62,6 +62,8 @@ class Action(Enum):
     RUN_STEP = "run-step"
     REACH_JOB = "reach-job"
     SET_TRIGGER = "set-trigger"
+    USE_SERVICE = "use-service"
+    MANAGE_SERVICE = "manage-service"
     SUSPEND = "suspend"
     OVERRULE_HOLD = "overrule-hold"
     FAVOR = "favor"
@@ -114,6 +116,11 @@ _TABLE: dict[Action, tuple[str, tuple[Reach, Reach, Reach, Reach, Reach, Reach]]
         (_NONE, _OWN, _OWN, _OWN, _OWN, _NONE),
     ),
     Action.SET_TRIGGER: ("set and clear triggers", (_NONE, _OWN, _ACCOUNT, _ALL, _ALL, _NONE)),
+    Action.USE_SERVICE: (
+        "ask a served model that is not open to others",
+        (_NONE, _OWN, _ACCOUNT, _ALL, _ALL, _NONE),
+    ),
+    Action.MANAGE_SERVICE: ("start, scale and stop served models", (_NONE, _OWN, _ACCOUNT, _ALL, _ALL, _NONE)),
     Action.SUSPEND: ("suspend and resume jobs", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.OVERRULE_HOLD: (
         "hold jobs so that their users cannot release them, and release these",

@@ -45,6 +45,7 @@ class Scope(StrEnum):
     SUBMIT = "submit"
     MANAGE = "manage"
     METRICS = "metrics"
+    SERVE = "serve"
     ADMIN = "admin"
 
 
@@ -167,6 +168,11 @@ _SCOPES: Mapping[tuple[str, str], Scope] = {
     ("POST", "/v1/resume"): Scope.MANAGE,
     ("POST", "/v1/update"): Scope.MANAGE,
     ("POST", "/v1/crontab"): Scope.SUBMIT,
+    ("POST", "/v1/services/use"): Scope.SERVE,
+    ("POST", "/v1/services/start"): Scope.SUBMIT,
+    ("POST", "/v1/services/roll"): Scope.SUBMIT,
+    ("POST", "/v1/services/scale"): Scope.MANAGE,
+    ("POST", "/v1/services/stop"): Scope.MANAGE,
     ("POST", "/v1/tokens/revoke"): Scope.MANAGE,
     ("POST", "/v1/sessions/close"): Scope.READ,
     ("GET", "/v1/strays"): Scope.ADMIN,
@@ -184,7 +190,10 @@ HEAD_ONLY = frozenset(
 )
 METRICS_PATH = "/metrics"
 # Without a credential, because they make one.
-PUBLIC = frozenset({"/v1/sessions/open", "/v1/logins/begin", "/v1/logins/finish"})
+_LOGINS = frozenset({"/v1/sessions/open", "/v1/logins/begin", "/v1/logins/finish"})
+# Of the gateway itself: it says how busy replicas are, and opens connections to them. It asks for each request of a user besides.
+OF_GATEWAY = frozenset({"/v1/services/sync", "/v1/services/reach"})
+PUBLIC = _LOGINS | OF_GATEWAY
 
 
 _ACTIONS: Mapping[Scope, frozenset[Action]] = {
@@ -198,7 +207,7 @@ _ACTIONS: Mapping[Scope, frozenset[Action]] = {
             Action.REVOKE_TOKENS,
         }
     ),
-    Scope.SUBMIT: frozenset({Action.SUBMIT, Action.VIEW_FILES, Action.REACH_JOB}),
+    Scope.SUBMIT: frozenset({Action.SUBMIT, Action.VIEW_FILES, Action.REACH_JOB, Action.MANAGE_SERVICE}),
     Scope.MANAGE: frozenset(
         {
             Action.VIEW_JOBS,
@@ -208,10 +217,12 @@ _ACTIONS: Mapping[Scope, frozenset[Action]] = {
             Action.REQUEUE,
             Action.UPDATE,
             Action.SUSPEND,
+            Action.MANAGE_SERVICE,
             Action.USE_TOKENS,
             Action.REVOKE_TOKENS,
         }
     ),
+    Scope.SERVE: frozenset({Action.USE_SERVICE}),
     Scope.METRICS: frozenset({Action.VIEW_JOBS, Action.VIEW_NODES, Action.VIEW_USAGE, Action.VIEW_RESERVATIONS}),
     Scope.ADMIN: frozenset(Action),
 }

@@ -214,7 +214,9 @@ COMMAND = Command(
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
         Option("reason", "", "TEXT", "the reason for drain or fence, instead of WHY"),
-        Option("scope", "", "LIST", "what a token allows: some of read,submit,manage,metrics,admin; default: read"),
+        Option(
+            "scope", "", "LIST", "what a token allows: some of read,submit,manage,metrics,serve,admin; default: read"
+        ),
         Option("expires", "", "AGE", "how long a token is valid, as 12h or 30d; default: 30d"),
         Option("name", "", "TEXT", "a note for the list of tokens"),
         Option("user", "", "NAME", "whose token; other users' are for admins, '*' lists all"),
@@ -357,7 +359,8 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "token rotate-key",
         ),
         "Manage credentials for the API over the network. 'create' prints a new token, once; only its hash is kept. It allows "
-        "its scopes, and never more than its user may do: read; submit; manage (cancel, hold, change jobs); metrics; admin. With "
+        "its scopes, and never more than its user may do: read; submit; manage (cancel, hold, change jobs); metrics; "
+        "serve (ask served models); admin. With "
         "--certificate, requests with this client certificate act as the user, and no token is printed; its --key proves that it "
         "is yours, which admins need not. 'revoke' ends tokens, sessions and certificates at once. 'rotate-key' makes a new "
         "signing key; tokens of the last key stay valid, older ones end. --user and rotate-key are for admins.",

@@ -902,7 +902,7 @@ OIDC = (
     Key("user_domain", text, "",
         "The domain after the @ that the claim must have, and that is removed: with example.org, anna@example.org is "
         "anna. Empty: the claim is the name."),
-    Key("scope", text, "read,submit,manage", "What a session allows: some of read,submit,manage,metrics,admin."),
+    Key("scope", text, "read,submit,manage", "What a session allows: some of read,submit,manage,metrics,serve,admin."),
     Key("ca", absolute_path, "", "A PEM file with the CAs of the provider's certificate. Empty: those of the system."),
     Key("keys", absolute_path, "",
         "A file with the provider's public keys (a JSON Web Key Set). Empty: the controller fetches them from the provider."),

@@ -176,6 +176,7 @@ def load_state(cluster: ClusterState, store: Store, now_s: float) -> None:
     cluster.crontabs = {crontab.uid: crontab for crontab in store.load_crontabs()}
     cluster.credentials = {credential.id: credential for credential in store.load_credentials()}
     cluster.triggers = {trigger.id: trigger for trigger in store.load_triggers()}
+    cluster.services = {service.name: service for service in store.load_services()}
     cluster.reservations = {reservation.name: reservation for reservation in store.load_reservations()}
     cluster.training = _told_before(cluster, store)
 

@@ -50,7 +50,7 @@ from hpcsched.controller.planning import (
     warn_at_s,
 )
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
-from hpcsched.controller.requests import crontabs, reservations, triggers
+from hpcsched.controller.requests import crontabs, reservations, services, triggers
 from hpcsched.controller.requests.jobs import SignalJob
 from hpcsched.controller.requests.submission import check_account, check_share_of_queue, place_of, settle
 from hpcsched.controller.usage_ledger import UsageLedgerCache
@@ -212,6 +212,7 @@ class Controller:
         self.policy = policy
         self.listener: StepListener | None = None
         self.gate: LaunchGate | None = None
+        self.service_loads = services.ServiceLoads()
         self.on_commit: list[Callable[[WriteBatch], None]] = []  # called with what is on disk
         self.last_plan: Plan | None = None
         # From the last plan; recomputed after a restart.
@@ -607,7 +608,12 @@ class Controller:
     def _run_triggers(self, due: Sequence[Trigger], now_s: float) -> None:
         for trigger in due:
             _guarded(f"run trigger {trigger.id}", partial(self._ports.run_trigger, trigger))
-        for at_s in (crontabs.next_retry_s(self.cluster, now_s), triggers.next_time_s(self.cluster, now_s)):
+        times_s = (
+            crontabs.next_retry_s(self.cluster, now_s),
+            triggers.next_time_s(self.cluster, now_s),
+            services.next_service_s(self.cluster, now_s),
+        )
+        for at_s in times_s:
             if at_s is not None:
                 self._ports.wake(at_s - now_s)
 
@@ -625,6 +631,8 @@ class Controller:
         _guarded("end jobs whose time is over", lambda: end_overdue(tx))
         _guarded("move reservations on", lambda: reservations.keep_up(tx))
         _guarded("keep crontabs up", lambda: crontabs.keep_up(tx))
+        if tx.cluster.services:
+            _guarded("keep services up", lambda: services.keep_up(tx, self.service_loads))
         rejoin_s = tx.attempt("resume nodes that stay connected", rejoin_steady)
         if isinstance(rejoin_s, float):
             self._ports.wake(max(0.0, rejoin_s - tx.now_s))

@@ -142,6 +142,9 @@ ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute("GET", "/snapshot", "read", "The cluster as a plan sees it"),
     ApiRoute("GET", "/crontab", "read", "The crontab", _texts("user")),
     ApiRoute("GET", "/triggers", "read", "Triggers", _PAGE, answer="page"),
+    ApiRoute("GET", "/services/usage", "read", "What users asked of served models, day by day",
+             (("days", LIMIT), *_PAGE), answer="page"),
+    ApiRoute("GET", "/services", "read", "Served models", _PAGE, answer="page"),
     ApiRoute("GET", "/alerts", "read", "Alerts, silences and receivers", _PAGE, answer="page"),
     ApiRoute("GET", "/strays", "admin", "Launches from before a restore", _PAGE, answer="page"),
     ApiRoute("GET", "/log", "read", "A part of a job's output", (*_LOG, ("limit", CHUNK), ("wait_s", WAIT)), answer="bytes"),
@@ -164,6 +167,10 @@ ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute("POST", "/resume", "manage", "Resume suspended jobs", body="Jobs"),
     ApiRoute("POST", "/update", "manage", "Change jobs", body="Update"),
     ApiRoute("POST", "/crontab", "submit", "Replace the crontab", body="Object"),
+    ApiRoute("POST", "/services/start", "submit", "Serve a model", body="Service"),
+    ApiRoute("POST", "/services/roll", "submit", "Bring in a new version of a served model", body="Rollout"),
+    ApiRoute("POST", "/services/scale", "manage", "Change the number of replicas of a service", body="ServiceScale"),
+    ApiRoute("POST", "/services/stop", "manage", "Stop a service", body="ServiceName"),
     ApiRoute("POST", "/nodes/drain", "admin", "Drain nodes", body="Nodes"),
     ApiRoute("POST", "/nodes/resume", "admin", "Resume nodes", body="Nodes"),
     ApiRoute("POST", "/nodes/fence", "admin", "Declare nodes switched off", body="Nodes"),
@@ -303,6 +310,7 @@ _NAMES: Json = {"type": "array", "items": _TEXT_VALUE, "maxItems": MAX_NAMES}
 
 
 _FLAG_VALUE: Json = {"type": "boolean"}
+_REPLICAS: Json = {"type": "integer", "minimum": 0, "maximum": 64}
 _NULL_OR_TEXT: Json = {"type": ["string", "null"]}
 _FILTER_VALUES: Json = {
     "type": "object",
@@ -334,6 +342,28 @@ _BODIES: Mapping[str, Json] = {
     "Nodes": _object(["nodes"], nodes=_TEXT_VALUE, why=_TEXT_VALUE),
     "Partition": _object(["name", "state"], name=_TEXT_VALUE, state=_TEXT_VALUE),
     "Reservation": _object([], name=_TEXT_VALUE, changes=_TEXT_MAP),
+    "Service": _object(
+        ["name", "model", "job"],
+        name=_TEXT_VALUE,
+        model=_TEXT_VALUE,
+        job={"$ref": "#/components/schemas/JobSpec"},
+        least=_REPLICAS,
+        most=_REPLICAS,
+        audience=_TEXT_VALUE,
+    ),
+    "ServiceScale": _object(["name"], name=_TEXT_VALUE, least=_REPLICAS, most=_REPLICAS),
+    "Rollout": _object(
+        ["name"],
+        name=_TEXT_VALUE,
+        model=_TEXT_VALUE,
+        job={"$ref": "#/components/schemas/JobSpec"},
+        back=_FLAG_VALUE,
+        canary={"type": "integer", "minimum": 1, "maximum": 100},
+        max_errors={"type": "number", "minimum": 0, "maximum": 1},
+        max_ttft={"type": "number", "minimum": 1, "maximum": 100},
+        checks={"type": "array", "items": {"type": "object"}, "maxItems": 100},
+    ),
+    "ServiceName": _object(["name"], name=_TEXT_VALUE),
     "Silence": _object(
         ["matchers", "until_s", "why"],
         matchers=_TEXT_MAP,

@@ -41,6 +41,7 @@ from hpcsched.gateway.app import GatewayApp, OidcLogin, ProblemError, network_of
 from hpcsched.gateway.jobproxy import JobProxy, Origins
 from hpcsched.gateway.pages import Pages
 from hpcsched.gateway.routes import MAX_BODY_BYTES
+from hpcsched.gateway.serving import ModelGateway
 from hpcsched.gateway.site import Site
 from hpcsched.gateway.slurmrestd import SlurmPaths
 from hpcsched.gateway.streams import WRITE_S, StreamError
@@ -175,11 +176,13 @@ class GatewayServer:
         site = Site(app, has_oidc=bool(settings.oidc.issuer), own_templates=places.templates)
         jobs = JobProxy(app, site, places.steps_socket, settings.job_hosts, settings.session_s)
         terminals = Terminals(app, site, places.steps_socket)
+        self._models = ModelGateway(app, places.steps_socket)
         routes = [
             *SlurmPaths(app).routes(),
             *_login_routes(app, settings, site.logged_in),
             *jobs.routes(),
             *terminals.routes(),
+            *self._models.routes(),
             *Pages(site).routes(),
         ]
         self._upgrades = Upgrades(jobs, terminals)
@@ -205,9 +208,10 @@ class GatewayServer:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._loop.add_reader(sock.fileno(), self._accept)
-        checks = self._loop.create_task(self._check())
+        watches = [self._loop.create_task(self._check()), self._loop.create_task(self._models.watch())]
         await stop.wait()
-        checks.cancel()
+        for watch in watches:
+            watch.cancel()
         self._loop.remove_reader(sock.fileno())
         for connection in list(self._state.connections):
             connection.shutdown()

@@ -208,6 +208,11 @@ class JobTunnel:
     def is_idle(self) -> bool:
         return not self._connections
 
+    @property
+    def connections(self) -> int:
+        """Return the number of open connections."""
+        return len(self._connections)
+
     async def open(self, path: str, key: str) -> None:
         """Open the step of a key. Raises StreamError."""
         step = await JobStep.open(path, key)

@@ -146,6 +146,18 @@ class GpuUse(NamedTuple):
     busy_s: float
 
 
+class ServiceUse(NamedTuple):
+    """What a user has asked of a served model on a day, counted from 1970."""
+
+    service: str
+    user: str
+    account: str
+    day: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
     """The accounting configuration.

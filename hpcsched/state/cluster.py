@@ -28,6 +28,7 @@ from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, LiveUse, TrainingStatus
 from hpcsched.model.node import OURSELVES, UNMEASURED, Link, Node, NodeSpec, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
+from hpcsched.model.service import Service
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Wait
@@ -232,6 +233,7 @@ class ClusterState:
     reservations: dict[str, Reservation] = field(default_factory=dict)
     crontabs: dict[int, Crontab] = field(default_factory=dict)  # by uid
     triggers: dict[int, Trigger] = field(default_factory=dict)
+    services: dict[str, Service] = field(default_factory=dict)
     # The last assessment of each node that was not busy, and of each link.
     benches: dict[str, BenchRun] = field(default_factory=dict)
     links: dict[frozenset[str], LinkRun] = field(default_factory=dict)

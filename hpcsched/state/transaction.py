@@ -49,12 +49,13 @@ from hpcsched.lifecycle.node import (
 )
 from hpcsched.metrics.bench import BenchRun
 from hpcsched.metrics.links import LinkRun
-from hpcsched.model.accounting import EnergyUse, GpuUse
+from hpcsched.model.accounting import EnergyUse, GpuUse, ServiceUse
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, RankFailure, TrainingStatus
 from hpcsched.model.node import Node, Partition, PartitionState, Share
 from hpcsched.model.reservation import Reservation
+from hpcsched.model.service import Service
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.fairshare import UsedResources, at, charge_of, plus, weights_of
@@ -62,7 +63,7 @@ from hpcsched.state.cluster import ClusterState, set_apart
 
 SHOWN_DIFFERENCES = 20  # objects of one request in the audit log
 _NOT_LOGGED = frozenset(
-    ("spec", "refusals", "secret_sha256")
+    ("spec", "versions", "refusals", "secret_sha256")
 )  # a specification has the environment, which may have secrets
 
 # A job's ordinary way from its submission to its end is in its history, not in the audit log.
@@ -77,7 +78,13 @@ _NODE_DECISIONS = (
     PowerUpOrdered,
     PowerUpFailed,
 )
-_DECIDED_TABLES = {"reservations": "reservation", "crontabs": "crontab", "triggers": "trigger", "credentials": "token"}
+_DECIDED_TABLES = {
+    "reservations": "reservation",
+    "crontabs": "crontab",
+    "triggers": "trigger",
+    "services": "service",
+    "credentials": "token",
+}
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -140,11 +147,13 @@ class WriteBatch:
     reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
     crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
     triggers: dict[int, Trigger | None] = field(default_factory=dict)  # None: deleted
+    services: dict[str, Service | None] = field(default_factory=dict)  # None: deleted
     credentials: dict[str, Credential | None] = field(default_factory=dict)  # None: deleted
     training: dict[int, TrainingStatus] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
     energies: list[EnergyUse] = field(default_factory=list)  # added to what is stored
     gpu_uses: list[GpuUse] = field(default_factory=list)  # added to what is stored
+    service_uses: list[ServiceUse] = field(default_factory=list)  # added to what is stored
     energy_marks: dict[str, str] = field(default_factory=dict)  # by node
     benches: list[BenchRun] = field(default_factory=list)
     links: list[LinkRun] = field(default_factory=list)
@@ -322,6 +331,11 @@ class Transaction:
         self._set("triggers", number, trigger)
         self.batch.triggers[number] = trigger
 
+    def set_service(self, name: str, service: Service | None) -> None:
+        """Set the service of this name; None deletes it."""
+        self._set("services", name, service)
+        self.batch.services[name] = service
+
     def set_credential(self, credential_id: str, credential: Credential | None) -> None:
         """Set the credential of this id; None deletes it."""
         self._set("credentials", credential_id, credential)
@@ -365,6 +379,10 @@ class Transaction:
     def put_gpu_use(self, uses: Sequence[GpuUse]) -> None:
         """Add GPU time of jobs to the commit."""
         self.batch.gpu_uses += uses
+
+    def put_service_use(self, uses: Sequence[ServiceUse]) -> None:
+        """Add what users have asked of served models to the commit."""
+        self.batch.service_uses += uses
 
     def put_failure(self, failure: RankFailure) -> None:
         """Add a rank's failure to the commit; the first report of a rank counts."""

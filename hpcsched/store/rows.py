@@ -21,13 +21,14 @@ from hpcsched.lifecycle.events import (
     share_to_data,
 )
 from hpcsched.lifecycle.job import submitted_jobs
-from hpcsched.model.codec import spec_from_json, spec_to_short_json
+from hpcsched.model.codec import spec_from_json, spec_to_short_json, value_from_json, value_to_json
 from hpcsched.model.cron import CronEntry, Crontab
 from hpcsched.model.frozen import replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal, TrainingStatus
 from hpcsched.model.node import Node, Share, reach_of
 from hpcsched.model.reservation import Flag, Reservation
+from hpcsched.model.service import Service
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger, TriggerEvent
 from hpcsched.sched.fairshare import UsedResources
@@ -340,6 +341,20 @@ gpu_uses = Table(
     sqlite_with_rowid=False,
 )
 
+# What users asked of served models, day by day; see `hpcsched.model.accounting.ServiceUse`.
+service_uses = Table(
+    "service_uses",
+    metadata,
+    Column("service", Text, primary_key=True),
+    Column("user", Text, primary_key=True),
+    Column("account", Text, primary_key=True),
+    Column("day", Integer, primary_key=True),
+    Column("requests", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 failures = Table(
     "failures",
     metadata,
@@ -385,6 +400,14 @@ triggers = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("value", Text, nullable=False),  # JSON, as `hpcsched.model.trigger.Trigger`
+)
+
+services = Table(
+    "services",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", Text, nullable=False),  # JSON, as `hpcsched.model.service.Service`
+    sqlite_with_rowid=False,
 )
 
 # Credentials of the API over the network: hashes, never secrets.
@@ -678,6 +701,16 @@ def trigger_row(trigger: Trigger) -> dict[str, Any]:
         "id": trigger.id,
         "value": json.dumps({name: getattr(trigger, name) for name in Trigger.__dataclass_fields__}),
     }
+
+
+def service_row(service: Service) -> dict[str, Any]:
+    """Return the row of table `services`."""
+    return {"name": service.name, "value": _TO_JSON(value_to_json(service))}
+
+
+def service_of(row: Any) -> Service:
+    """Return the service of a row of table `services`."""
+    return value_from_json(Service, json.loads(row.value))
 
 
 def trigger_of(row: Any) -> Trigger:

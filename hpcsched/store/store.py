@@ -42,12 +42,13 @@ from hpcsched.lifecycle.node import (
 )
 from hpcsched.metrics.bench import BenchRun, run_from, run_text
 from hpcsched.metrics.links import LinkRun, link_from, link_text
-from hpcsched.model.accounting import EnergyUse, GpuUse
+from hpcsched.model.accounting import EnergyUse, GpuUse, ServiceUse
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, RankFailure, TrainingStatus
 from hpcsched.model.node import PartitionState
 from hpcsched.model.reservation import Reservation
+from hpcsched.model.service import Service
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.fairshare import UsedResources
@@ -90,6 +91,10 @@ from hpcsched.store.rows import (
     reservations,
     scripts,
     sealed_row,
+    service_of,
+    service_row,
+    service_uses,
+    services,
     spec_row,
     specs,
     specs_of,
@@ -246,6 +251,7 @@ class Store:
             _replace(connection, _DELETE_RESERVATION, _NEW_RESERVATION, reservation_row, batch.reservations)
             _replace(connection, _DELETE_CRONTAB, _NEW_CRONTAB, crontab_row, batch.crontabs)
             _replace(connection, _DELETE_TRIGGER, _NEW_TRIGGER, trigger_row, batch.triggers)
+            _replace(connection, _DELETE_SERVICE, _NEW_SERVICE, service_row, batch.services)
             _replace(connection, _DELETE_CREDENTIAL, _NEW_CREDENTIAL, credential_row, batch.credentials)
         self._env_macs |= macs
         if records:
@@ -650,6 +656,14 @@ class Store:
         """Return all triggers, by number."""
         return list(map(trigger_of, self._rows(_TRIGGERS)))
 
+    def load_service_uses(self, from_day: int) -> list[ServiceUse]:
+        """Return what users have asked of served models since a day."""
+        return [ServiceUse(*row) for row in self._rows(_SERVICE_USES, {"from_day": from_day})]
+
+    def load_services(self) -> list[Service]:
+        """Return all services, by name."""
+        return list(map(service_of, self._rows(_SERVICES)))
+
     def load_credentials(self) -> list[Credential]:
         """Return all credentials, by id."""
         return list(map(credential_of, self._rows(_CREDENTIALS)))
@@ -906,6 +920,19 @@ _ADD_GPU_USE = Statement(
         },
     )
 )
+_new_service_use = insert(service_uses)
+_ADD_SERVICE_USE = Statement(
+    _new_service_use.on_conflict_do_update(
+        index_elements=service_uses.primary_key.columns.keys(),
+        set_={
+            name: service_uses.c[name] + _new_service_use.excluded[name]
+            for name in ("requests", "prompt_tokens", "completion_tokens")
+        },
+    )
+)
+_SERVICE_USES = Statement(
+    select(service_uses).where(service_uses.c.day >= place("from_day")).order_by(service_uses.c.day)
+)
 _GPU_USES = Statement(select(gpu_uses).where(gpu_uses.c.job_id.in_(_PLACES)).order_by(gpu_uses.c.job_id))
 _TRAINING = Statement(select(training).where(training.c.job_id.in_(_PLACES)))
 
@@ -998,6 +1025,9 @@ _CRONTABS = Statement(select(crontabs).order_by(crontabs.c.uid))
 
 _NEW_TRIGGER = Statement(insert(triggers))
 _DELETE_TRIGGER = Statement(delete(triggers).where(triggers.c.id == place("of")))
+_NEW_SERVICE = Statement(insert(services))
+_DELETE_SERVICE = Statement(delete(services).where(services.c.name == place("of")))
+_SERVICES = Statement(select(services).order_by(services.c.name))
 _TRIGGERS = Statement(select(triggers).order_by(triggers.c.id))
 _EVENTS_AFTER = Statement(
     select(
@@ -1120,6 +1150,7 @@ def _script_row(script: tuple[str, bytes]) -> Row:
 def _put_uses(connection: Connection, batch: WriteBatch) -> None:
     _put(connection, _ADD_ENERGY, EnergyUse._asdict, batch.energies)
     _put(connection, _ADD_GPU_USE, GpuUse._asdict, batch.gpu_uses)
+    _put(connection, _ADD_SERVICE_USE, ServiceUse._asdict, batch.service_uses)
 
 
 def _event_row(event: JobEvent | ClusterEvent) -> Row:

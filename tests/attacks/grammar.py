@@ -200,7 +200,7 @@ class Grammar:
         reference = quote(self.reference()[:6000], safe="")
         path = self.pick([
             "/v1/ping", "/v1/partitions", "/v1/shares", "/v1/licenses", "/v1/reservations", "/v1/config", "/v1/strays",
-            "/v1/snapshot", "/v1/alerts",
+            "/v1/snapshot", "/v1/alerts", "/v1/services",
             f"/v1/job/{reference}", f"/v1/job/{reference}/story", f"/v1/job/{reference}/why", f"/v1/job/{reference}/slow",
             "/v1/jobs" + self._query(filters), "/v1/queue" + self._query(filters + layout),
             "/v1/priorities" + self._query(filters),
@@ -290,7 +290,7 @@ class Grammar:
         return "POST", "/v1/update", self.json(body if self.random.random() < 0.8 else self.changed(body))
 
     def _admins(self) -> tuple[str, str, bytes]:
-        kind = self.random.randrange(6)
+        kind = self.random.randrange(7)
         if kind == 0:
             verb = self.pick(["drain", "resume", "power-down", "power-up"])
             node = self.pick(["n8", "n[8-9]", self.text()]).replace("all", "n8").replace("n1", "n8")  # n1 is to go on
@@ -315,6 +315,20 @@ class Grammar:
         if kind == 4:
             made = {"job": self.reference(), "terminal": self.pick([True, False]), "node": self.pick(["", self.text()])}
             return "POST", "/v1/reach", self.json(self.changed(made | {"rows": self.pick(NUMBERS), "columns": 80}))
+        if kind == 5:
+            verb = self.pick(["start", "scale", "stop", "use", "sync", "reach"])
+            made = {
+                "name": self.pick(["s1", "s2", self.text()]),
+                "model": self.text(),
+                "job": self.spec(),
+                "services": {},
+            }
+            counts = {
+                "least": self.pick(NUMBERS),
+                "most": self.pick([1, 2, *NUMBERS]),
+                "audience": self.pick(["all", self.text()]),
+            }
+            return "POST", f"/v1/services/{verb}", self.json(self.changed(made | counts))
         return "POST", f"/v1/strays/{self.pick(['adopt', 'end'])}", self.json(self.changed({"tokens": [self.text()]}))
 
     def _odd_path(self) -> tuple[str, str, bytes]:

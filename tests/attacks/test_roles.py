@@ -64,6 +64,8 @@ REQUESTS: dict[Action, Any] = {
         "/v1/triggers/set",
         {"event": "fini", "target": str(job), "program": ["/bin/true"]},
     ),
+    Action.USE_SERVICE: lambda job: ("POST", "/v1/services/use", {"name": f"of-{job}"}),
+    Action.MANAGE_SERVICE: lambda job: ("POST", "/v1/services/scale", {"name": f"of-{job}", "least": 0, "most": 1}),
     Action.SUSPEND: job_request("suspend"),
     Action.FAVOR: job_request("update", changes={"priority": "7"}),
     Action.DRAIN: ("POST", "/v1/nodes/resume", {"nodes": "n1"}),

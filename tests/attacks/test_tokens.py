@@ -147,7 +147,10 @@ def test_a2_only_the_gateways_account_forwards_credentials(cluster: LocalCluster
 
 
 def test_a2_a_scope_limits_a_token_and_the_head_keeps_its_own_verbs(cluster: LocalCluster) -> None:
-    tokens = {scope: create(cluster, f"--scope={scope}") for scope in ("read", "submit", "manage", "metrics", "admin")}
+    tokens = {
+        scope: create(cluster, f"--scope={scope}")
+        for scope in ("read", "submit", "manage", "metrics", "serve", "admin")
+    }
     for page in ("/metrics", "/metrics/jobs", "/v1/jobs"):
         for scope in tokens.keys() - {"read" if page == "/v1/jobs" else "metrics"}:
             answer = ask(cluster.api_socket, "GET", page, headers=forwarded(tokens[scope]), uid=GATEWAY_UID)
@@ -158,6 +161,9 @@ def test_a2_a_scope_limits_a_token_and_the_head_keeps_its_own_verbs(cluster: Loc
         "/v1/test": "submit",
         "/v1/cancel": "manage",
         "/v1/update": "manage",
+        "/v1/services/use": "serve",
+        "/v1/services/start": "submit",
+        "/v1/services/stop": "manage",
         "/v1/nodes/drain": "admin",
         "/v1/reconfigure": "admin",
         **dict.fromkeys(("/v1/backup", "/v1/triggers/set", "/v1/tokens/create", "/v1/sessions/link"), ""),

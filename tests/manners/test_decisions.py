@@ -17,6 +17,7 @@ NO_DECISION = {
     "controller/views/queue.py:share_views",  # "own" of a share
     "controller/requests/jobs.py:_hold_of",  # whose hold it is called
     "controller/requests/triggers.py:create",  # how many triggers the user has
+    "controller/requests/services.py:create",  # how many services the user has
     "controller/requests/submission.py:check_share_of_queue",  # root's jobs are not limited in number
     "controller/credentials.py:create",  # which of two actions to authorize
     "controller/credentials.py:revoke",

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from hpcsched.cli import hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hreport, hshare, hsim, htunnel, hwhy
+from hpcsched.cli.admin import hserve
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.listing.queue import FIELDS
 from hpctrain.elastic.__main__ import make_parser
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 TABLES = {
     module.COMMAND.name: [(option.spelling, option.help) for option in module.COMMAND.options]
-    for module in (hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hreport, hshare, hsim, htunnel, hwhy)
+    for module in (hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hreport, hserve, hshare, hsim, htunnel, hwhy)
 } | {"hsub": [(option.spelling, option.help) for option in OPTIONS]}
 
 _TOKEN = re.compile(r"(?<![\w-])(?:--[A-Za-z][\w-]*|-[A-Za-z](?![\w-]))")

@@ -264,7 +264,7 @@ def gateway(port: int | None, insecure_loopback: bool) -> None:
 
 @click.command()
 @click.option(
-    "--scope", default="read,submit,manage", help="What the session allows: read,submit,manage,metrics,admin."
+    "--scope", default="read,submit,manage", help="What the session allows: read,submit,manage,metrics,serve,admin."
 )
 def web(scope: str) -> None:
     """Print a link that opens a session in a browser: once, within a minute."""

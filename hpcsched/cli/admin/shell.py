@@ -30,7 +30,8 @@ from hpcsched.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
 _TABLES = (
-    "hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hreport", "hsh", "hshare", "hsim", "htunnel", "hwhy"
+    "hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hreport", "hsh", "hshare", "hsim", "htunnel",
+    "hwhy",
 )  # fmt: skip
 _SLURMS = {
     "sacct": "hacct", "sattach": "slurm.sattach", "scancel": "hcancel", "scontrol": "slurm.scontrol", "sinfo": "hinfo",
@@ -103,11 +104,12 @@ def commands() -> list[Completed]:
     """Return all commands with the options that their help shows."""
     from hpcnode.commands import options as stepoptions  # all commands, of which slurm-path needs none
     from hpcsched.cli import halloc, hctl
-    from hpcsched.cli.admin import hmon
+    from hpcsched.cli.admin import hmon, hserve
     from hpcsched.cli.slurm import scontrol
     from hpcsched.jobscript import options as jobscript
 
     found = [_of_table(importlib.import_module(f"hpcsched.cli.{name}").COMMAND) for name in _TABLES]
+    found.append(_of_table(hserve.COMMAND))
     for name, module in _SLURMS.items():
         found.append(_of_table(getattr(importlib.import_module(f"hpcsched.cli.{module}"), name.upper()).command))
     for name in ("hsub", "sbatch"):
@@ -120,7 +122,7 @@ def commands() -> list[Completed]:
             if not option.accepted
         )
         found += [Completed(name, shown) for name in names]
-    verbs = {"hctl": hctl.VERBS, "scontrol": scontrol.VERBS}
+    verbs = {"hctl": hctl.VERBS, "hserve": (*hserve.VERBS, *hserve.CHILDREN), "scontrol": scontrol.VERBS}
     found = [command._replace(verbs=tuple(verbs.get(command.name, ()))) for command in found]
     return [*found, _of_click("hmon", hmon.hmon), Completed("hpcsched", (), tuple(admin.COMMANDS))]
 

@@ -25,11 +25,13 @@ from hpcsched.auth.tokens import hash_of
 from hpcsched.errors import RequestError, UnauthenticatedError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState
+from hpcsched.model.service import Service
 from hpcsched.state.cluster import ClusterState
 
 KEY_S = 20.0
 MAX_KEYS_PER_USER = 32
 MAX_STEPS_PER_CREDENTIAL = 16
+MAX_STEPS_PER_SERVICE = 256
 MAX_ROWS, MAX_COLUMNS = 100, 300
 SHELL = ("sh", "-c", 'cd; exec "${SHELL:-/bin/sh}" -l')
 TERMINAL_ENVIRONMENT = {"TERM": "linux", "LANG": "C.UTF-8"}  # what the gateway's screen understands
@@ -40,7 +42,7 @@ FIELDS = frozenset({"job", "terminal", "node", "rows", "columns"})
 class ReachedJob:
     """A step that was prepared for a user.
 
-    `credential_id` "": asked for on the head, without a credential.
+    `credential_id` "": asked for on the head, without a credential, or for a replica of `service`.
     """
 
     identity: Identity
@@ -48,6 +50,7 @@ class ReachedJob:
     job_id: JobId
     request: protocol.StepRequest
     until_s: float
+    service: str = ""  # of a replica: the connections of all who may ask it
 
 
 class Reaches:
@@ -86,6 +89,28 @@ class Reaches:
         )
         return key
 
+    def prepare_replica(self, service: Service, job: Job) -> str:
+        """Return the key of connections to a replica, which the gateway asks for.
+
+        They are the owner's. For each request the gateway asks besides whether its user may use the service.
+
+        Raises UnavailableError.
+        """
+        now_s = self._clock()
+        self._waiting = {key: one for key, one in self._waiting.items() if one.until_s > now_s}
+        if sum(one.service == service.name for one in self._waiting.values()) >= MAX_KEYS_PER_USER:
+            raise UnavailableError(f"cannot reach service {service.name}: {MAX_KEYS_PER_USER} connections wait")
+        key = secrets.token_urlsafe(32)
+        self._waiting[hash_of(key)] = ReachedJob(
+            identity=identity_of(service.uid, self._cluster.config.access).as_user(),
+            credential_id="",
+            job_id=job.id,
+            request=step_request(job, {}),
+            until_s=now_s + KEY_S,
+            service=service.name,
+        )
+        return key
+
     def begin(self, stream: int, key: str) -> ReachedJob:
         """Return the step of a key, and note that it runs on a stream.
 
@@ -94,8 +119,8 @@ class Reaches:
         found = self._waiting.pop(hash_of(key), None)
         if found is None or found.until_s <= self._clock():
             raise UnauthenticatedError("cannot start the step: its key is unknown, used or too old; ask the API again")
-        mine = [one for one in self._open.values() if (one.identity.uid, one.credential_id) == _owner(found)]
-        if len(mine) >= MAX_STEPS_PER_CREDENTIAL:
+        mine = [one for one in self._open.values() if _owner(one) == _owner(found)]
+        if len(mine) >= (MAX_STEPS_PER_SERVICE if found.service else MAX_STEPS_PER_CREDENTIAL):
             raise UnavailableError(
                 f"cannot start the step: {MAX_STEPS_PER_CREDENTIAL} terminals and connections of this session are open; "
                 "close one"
@@ -118,15 +143,21 @@ class Reaches:
                 return "its credential is gone"
             if why := credential.why_invalid(self._clock()):
                 return f"its {credential.kind} {why}"
+        if reach.service and not self._is_replica(reach):
+            return f"it is not a replica of service {reach.service} any more"
         job = self._cluster.jobs.get(reach.job_id)
         now = identity_of(reach.identity.uid, self._cluster.config.access)
         if job is not None and not allows(replace(now, scope=reach.identity.scope), Action.REACH_JOB, job):
             return f"{now.user} may not reach the job any more"
         return ""
 
+    def _is_replica(self, reach: ReachedJob) -> bool:
+        service = self._cluster.services.get(reach.service)
+        return service is not None and reach.job_id in {one.job_id for one in service.replicas}
 
-def _owner(reach: ReachedJob) -> tuple[int, str]:
-    return reach.identity.uid, reach.credential_id
+
+def _owner(reach: ReachedJob) -> tuple[int, str, str]:
+    return reach.identity.uid, reach.credential_id, reach.service
 
 
 def step_request(job: Job, body: Mapping[str, Any]) -> protocol.StepRequest:

@@ -61,7 +61,7 @@ from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.nodes.loss import remove_node
 from hpcsched.controller.nodes.messages import account
 from hpcsched.controller.nodes.power import power_down, power_up
-from hpcsched.controller.requests import crontabs, submission, triggers
+from hpcsched.controller.requests import crontabs, services, submission, triggers
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.requests import reservations as reservation_requests
 from hpcsched.controller.requests.job_ids import check_references, find_jobs, listed_of
@@ -131,6 +131,7 @@ MAX_PART_BYTES = 1 << 20
 MAX_AUDIT_RECORDS = 5000  # of one answer
 MAX_KEPT_ANSWER = 16 << 10  # characters; a longer answer is not kept for repeated requests
 MAX_SERIES_NAMES = 100
+MAX_USAGE_DAYS = 3660
 MAX_TIME_S = 1e11
 MAX_STEP_S = 1e9
 TOO_LONG = "too long"  # in place of such an answer
@@ -1034,6 +1035,47 @@ class ControllerBackend(Reading):
                 identity, "clear-trigger", lambda tx: triggers.clear(tx, identity, number, target, user)
             )
         }
+
+    # ----- services: models that jobs serve
+
+    def services(self, identity: Identity) -> Json:
+        now_s = self._clock()
+        return {
+            "services": services.views(self._cluster, identity, self._controller.service_loads, now_s),
+            "now_s": now_s,
+        }
+
+    async def act_on_services(self, identity: Identity, verb: str, body: Json) -> Json:
+        """Start, scale, roll or stop a service."""
+        work = {"start": services.create, "scale": services.scale, "stop": services.stop, "roll": services.roll}[verb]
+        if verb in ("start", "roll") and self._serves_all and not is_account(identity.user):
+            raise RequestError(f"cannot {verb} a service: uid {identity.uid} has no account on this machine")
+        made = await self._change(identity, f"{verb}-service", lambda tx: work(tx, identity, body))
+        return {"service": services.service_view(self._cluster, identity, made, None)}
+
+    def service_usage(self, identity: Identity, days: str) -> Json:
+        """Return what users have asked of served models in the last `days`: one's own, or all."""
+        count = min(max(whole_number(days or "30", "days"), 1), MAX_USAGE_DAYS)
+        found = self._controller.store.load_service_uses(int(self._clock() // services.DAY_S) - count + 1)
+        shown = [one._asdict() for one in found if services.sees_use(self._cluster, identity, one)]
+        return {"usage": shown, "days": count}
+
+    def use_service(self, identity: Identity, body: Json) -> Json:
+        """Return that the user may ask the model of a service; without a name, which ones."""
+        return services.use(self._cluster, identity, body)
+
+    async def sync_services(self, body: Json) -> Json:
+        """Take from the gateway how busy replicas are; return where requests may go."""
+        now_s = self._clock()
+        loads, used = services.read_loads(body, now_s), services.read_used(body, now_s)
+        if self._cluster.services or used:
+            await self._in_tick(lambda tx: services.note_loads(tx, self._controller.service_loads, loads, used))
+        return {"services": services.serving_view(self._cluster)}
+
+    def reach_service(self, body: Json) -> Json:
+        """Return the key of connections to a replica, for the gateway."""
+        service, job = services.find_replica(self._cluster, body)
+        return {"key": self._reaches.prepare_replica(service, job), "valid_s": KEY_S}
 
     # ----- alerts, which a child of the controller has
 

@@ -156,6 +156,9 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/licenses", by(lambda call: call.backend.licenses(), "licenses")),
         web.get("/v1/crontab", by(lambda call: call.backend.crontab(call.identity, call.query.get("user", "")))),
         web.get("/v1/triggers", by(lambda call: call.backend.triggers(call.identity), "triggers")),
+        web.get("/v1/services/usage", routes.in_turn(
+            by(lambda call: call.backend.service_usage(call.identity, call.query.get("days", "")), "usage"))),
+        web.get("/v1/services", by(lambda call: call.backend.services(call.identity), "services")),
         web.get("/v1/alerts", by(lambda call: call.backend.alerts(call.identity), "alerts")),
         web.get("/v1/reservations", by(lambda call: call.backend.reservations(call.identity), "reservations")),
         web.get("/v1/config", by(lambda call: call.backend.config(call.identity))),
@@ -196,6 +199,9 @@ def _posts(routes: _Routes) -> list[web.Route]:
         web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.identity, call.body))),
         web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.identity, call.body))),
         web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
+        web.post("/v1/services/{name:start|scale|roll|stop}", routes.act_on_services),
+        web.post("/v1/services/use", by(lambda call: call.backend.use_service(call.identity, call.body))),
+        web.post("/v1/services/{name:sync|reach}", routes.serve_gateway),
         web.post("/v1/tokens/{name:create|revoke|rotate-key}", routes.act_on_tokens),
         web.post("/v1/sessions/{name:link|open|close}", routes.act_on_sessions),
         web.post("/v1/logins/{name:begin|finish}", routes.act_on_logins),
@@ -427,6 +433,21 @@ class _Routes:
         if request.uid is not None:
             raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
         return await self.by(lambda call: call.backend.act_on_triggers(call.identity, verb, call.body))(request)
+
+    async def act_on_services(self, request: web.Request) -> web.Response:
+        """Start, scale, roll or stop a service. A job cannot: it would outlive itself."""
+        verb = request.match_info["name"]
+        if request.uid is not None and request.scopes is None:
+            raise PermissionDeniedError(f"cannot {verb} a service from a job; do it on the head")
+        return await self.by(lambda call: call.backend.act_on_services(call.identity, verb, call.body))(request)
+
+    async def serve_gateway(self, request: web.Request) -> web.Response:
+        """Tell the gateway about services, or let it connect to a replica."""
+        verb = request.match_info["name"]
+        if request.scopes is None or request.uid is not None:
+            raise PermissionDeniedError(f"cannot {verb} services from here: only the gateway does")
+        backend, body = await self._backend(), await self._body(request)
+        return answer(await backend.sync_services(body) if verb == "sync" else backend.reach_service(body))
 
     async def act_on_tokens(self, request: web.Request) -> web.Response:
         """Make or revoke a token, or rotate the key; from elsewhere only revoke."""

@@ -1,0 +1,253 @@
+"""Services of the controller: their replicas are jobs of the owner, kept up at each tick and after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import ANN, BOB, ROOT, Cluster
+from jobs import spec
+
+from hpcsched.controller.requests import services
+from hpcsched.errors import ConflictError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
+from hpcsched.model.codec import spec_to_json
+from hpcsched.model.job import JobState
+from hpcsched.model.service import Audience, Service
+from hpcsched.sched.replicas import ReplicaLoad, ServiceLoad
+
+
+def start(cluster: Cluster, name: str = "chat", least: int = 1, most: int = 1, **more: Any) -> Service:
+    body = {"name": name, "model": "/models/tiny", "job": spec_to_json(spec()), "least": least, "most": most}
+    made = cluster.ask(lambda tx: services.create(tx, ANN, body | more))
+    cluster.tick()
+    assert isinstance(made, Service)
+    return cluster.state.services[name]
+
+
+def say(cluster: Cluster, load: ServiceLoad) -> None:
+    cluster.ask(lambda tx: services.note_loads(tx, cluster.controller.service_loads, {"chat": load}))
+
+
+def jobs_of(cluster: Cluster) -> list[int]:
+    return [one.job_id for one in cluster.state.services["chat"].replicas]
+
+
+def test_a_replica_is_an_ordinary_job_of_the_owner_that_names_its_service() -> None:
+    cluster = Cluster("n1")
+    service = start(cluster)
+    job = cluster.job(service.replicas[0].job_id)
+    assert (job.uid, job.state, job.spec.comment) == (ANN.uid, JobState.CONFIGURING, "service chat@v1")
+
+
+def test_a_replica_that_ends_is_replaced_and_one_that_fails_after_a_pause() -> None:
+    cluster = Cluster("n1")
+    first = start(cluster).replicas[0].job_id
+    cluster.run(first)
+    cluster.end(first, 3)
+    cluster.gone(first, "n1")
+    assert jobs_of(cluster) == []
+    assert "job 1 of version v1 ended before it was ready: its script ended with exit code 3" in (
+        cluster.state.services["chat"].problem
+    )
+    cluster.tick(4.0)
+    assert jobs_of(cluster) == []
+    cluster.tick(2.0)
+    (second,) = jobs_of(cluster)
+    cluster.run(second)
+    cluster.tick(100.0)
+    cluster.end(second, 3)
+    cluster.gone(second, "n1")
+    assert len(jobs_of(cluster)) == 1  # it had run for a while
+
+
+def test_a_refused_replica_is_tried_again_and_its_service_says_why() -> None:
+    cluster = Cluster("n1")
+    start(cluster)
+    job = cluster.job(jobs_of(cluster)[0])
+    cluster.run(job.id)
+    cluster.ask(lambda tx: services.scale(tx, ANN, {"name": "chat", "least": 2, "most": 2}))
+    partition = cluster.state.partitions.pop("main")
+    cluster.state.partitions["other"] = partition
+    cluster.tick()
+    cluster.state.partitions = {}
+    cluster.ask(lambda tx: services.scale(tx, ANN, {"name": "chat", "least": 3, "most": 3}))
+    cluster.tick()
+    assert "a replica is refused: cannot submit a job: no partition" in cluster.state.services["chat"].problem
+    cluster.state.partitions = {"main": partition}
+    cluster.tick(31.0)
+    assert len(jobs_of(cluster)) == 3
+    assert cluster.state.services["chat"].problem == ""
+
+
+def test_replicas_are_drained_before_they_are_cancelled_and_waiting_ones_go_first() -> None:
+    cluster = Cluster("n1")  # it has two cpus: of three replicas one waits
+    start(cluster, least=3, most=3)
+    first, second, third = jobs_of(cluster)
+    for job_id in (first, second):
+        cluster.run(job_id)
+    assert cluster.job(third).state is JobState.PENDING
+    cluster.ask(lambda tx: services.scale(tx, ANN, {"name": "chat", "least": 1, "most": 1}))
+    cluster.tick()
+    assert cluster.job(third).state is JobState.CANCELLED
+    kept, drained = cluster.state.services["chat"].replicas
+    assert (kept.job_id, kept.drained_at_s, drained.job_id, drained.drained_at_s > 0) == (first, 0.0, second, True)
+    busy = {first: ReplicaLoad(ready=True), second: ReplicaLoad(ready=True, active=1)}
+    cluster.tick(1.0)
+    say(cluster, ServiceLoad(at_s=cluster.now_s, replicas=busy))
+    assert cluster.job(second).state is JobState.RUNNING
+    cluster.tick(1.0)
+    say(cluster, ServiceLoad(at_s=cluster.now_s, replicas={**busy, second: ReplicaLoad(ready=True)}))
+    assert cluster.job(second).state is JobState.COMPLETING
+
+
+def test_a_service_and_its_replicas_are_known_after_a_restart(tmp_path: Path) -> None:
+    cluster = Cluster("n1", path=tmp_path / "db")
+    service = start(cluster, audience="all")
+    assert cluster.store.load_services() == [service]
+    assert service.audience is Audience.ALL
+
+
+def test_stopping_a_service_cancels_its_jobs() -> None:
+    cluster = Cluster("n1")
+    (job_id,) = (one.job_id for one in start(cluster).replicas)
+    cluster.run(job_id)
+    cluster.ask(lambda tx: services.stop(tx, ANN, {"name": "chat"}))
+    cluster.tick(100.0)
+    assert cluster.job(job_id).state is JobState.COMPLETING
+    assert cluster.state.services == {}
+    assert cluster.store.load_services() == []
+
+
+def test_a_service_of_another_is_neither_scaled_nor_stopped_nor_asked() -> None:
+    cluster = Cluster("n1")
+    start(cluster)
+    for work in (services.scale, services.stop):
+        with pytest.raises(PermissionDeniedError, match="it belongs to ann, you are bob"):
+            cluster.ask(lambda tx, work=work: work(tx, BOB, {"name": "chat", "least": 0, "most": 1}))
+    with pytest.raises(NotFoundError, match="no service of this name that you may use"):
+        services.use(cluster.state, BOB, {"name": "chat"})
+    assert services.use(cluster.state, ANN, {"name": "chat"})["service"] == "chat"
+    assert services.use(cluster.state, ROOT, {"name": "chat"})["user"] == "root"
+
+
+def test_a_service_open_to_all_is_asked_by_all_and_managed_by_its_owner() -> None:
+    cluster = Cluster("n1")
+    start(cluster, audience="all")
+    assert services.use(cluster.state, BOB, {})["services"] == [{"name": "chat", "made_at_s": cluster.now_s}]
+    assert services.use(cluster.state, BOB, {"name": "chat"})["user"] == "bob"
+    with pytest.raises(PermissionDeniedError):
+        cluster.ask(lambda tx: services.stop(tx, BOB, {"name": "chat"}))
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"name": "Chat"}, "cannot name a service 'Chat'"),
+        ({"name": "a@v1"}, "cannot name a service"),
+        ({"name": "../x"}, "cannot name a service"),
+        ({"name": "a\nb"}, "cannot name a service"),
+        ({"least": 2, "most": 1}, "cannot use these numbers of replicas"),
+        ({"most": True}, "cannot use these numbers of replicas"),
+        ({"most": 65}, "cannot use these numbers of replicas"),
+        ({"model": "a\nb"}, "cannot serve this model"),
+        ({"audience": "world"}, "cannot open a service to 'world'"),
+    ],
+)
+def test_a_request_for_a_service_is_checked(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        start(Cluster("n1"), **({"name": "chat"} | body))
+
+
+def test_a_name_is_given_once_and_a_user_has_few_services() -> None:
+    cluster = Cluster("n1")
+    start(cluster)
+    with pytest.raises(ConflictError, match="there is one of this name"):
+        start(cluster)
+    for number in range(19):
+        start(cluster, f"chat{number}", 0)
+    with pytest.raises(RequestError, match="you have 20 of at most 20"):
+        start(cluster, "more", 0)
+
+
+# ----- rollouts, and what the gateway says
+
+
+def roll(cluster: Cluster, identity: Any = ANN, **more: Any) -> Service:
+    body = {"name": "chat", "model": "/models/new", "job": spec_to_json(spec())} | more
+    made = cluster.ask(lambda tx: services.roll(tx, identity, body))
+    cluster.tick()
+    assert isinstance(made, Service)
+    return cluster.state.services["chat"]
+
+
+def test_a_rollout_starts_a_replica_beside_the_others_and_a_second_one_is_refused() -> None:
+    cluster = Cluster("n1")
+    start(cluster)
+    service = roll(cluster)
+    assert [one.version for one in service.replicas] == ["v1", "v2"]
+    assert cluster.job(service.replicas[1].job_id).spec.comment == "service chat@v2"
+    with pytest.raises(ConflictError, match="that of version v2 is under way"):
+        roll(cluster)
+    assert services.serving_view(cluster.state)[0]["weights"] == {"v1": 100, "v2": -1}
+    taken_back = roll(cluster, back=True)
+    assert (taken_back.rollout, taken_back.last_rollout) == (None, "version v2 was taken back: ann wanted it")
+    with pytest.raises(RequestError, match="has no rollout now"):
+        roll(cluster, back=True)
+
+
+def test_nobody_but_the_owner_gives_a_service_a_job_that_runs_as_the_owner() -> None:
+    cluster = Cluster("n1")
+    start(cluster)
+    for identity in (BOB, ROOT):
+        with pytest.raises(PermissionDeniedError, match="it belongs to ann"):
+            roll(cluster, identity)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"canary": 0},
+        {"canary": 101},
+        {"canary": True},
+        {"max_errors": -1},
+        {"max_ttft": "2"},
+        {"checks": [1]},
+        {"checks": {}},
+    ],
+    ids=str,
+)
+def test_the_limits_of_a_rollout_are_checked(body: dict[str, Any]) -> None:
+    cluster = Cluster("n1")
+    start(cluster)
+    with pytest.raises(RequestError, match="cannot begin the rollout"):
+        roll(cluster, **body)
+
+
+def test_what_users_ask_is_added_up_by_day_and_account_on_disk() -> None:
+    cluster = Cluster("n1")
+    rows = [["chat", "bob", "lab", "requests", 1], ["chat", "bob", "lab", "prompt_tokens", 7]]
+    for _ in range(2):
+        used = services.read_used({"used": rows}, cluster.now_s)
+        cluster.ask(lambda tx, used=used: services.note_loads(tx, cluster.controller.service_loads, {}, used))
+    (found,) = cluster.store.load_service_uses(0)
+    assert found[:4] == ("chat", "bob", "lab", int(cluster.now_s // 86_400))
+    assert found[4:] == (2, 14, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"used": [["chat", "bob", "lab", "requests", -1]]},
+        {"used": [["chat", "bob", 3, "requests", 1]]},
+        {"used": [["chat", "bob", "lab", "money", 1]]},
+        {"used": {}},
+        {"services": []},
+        {"services": {"chat": {"replicas": {"x": {}}}}},
+        {"services": {"chat": {"replicas": {"1": {"active": "many"}}}}},
+    ],
+    ids=str,
+)
+def test_what_the_gateway_says_is_checked(body: dict[str, Any]) -> None:
+    with pytest.raises((RequestError, ProtocolError)):
+        services.read_loads(body, 0.0), services.read_used(body, 0.0)

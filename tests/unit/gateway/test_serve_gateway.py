@@ -1,0 +1,74 @@
+"""What the gateway reads in answers of replicas: usage, and their pages of metrics; and answers to checks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpcsched.gateway.serving import Replica, UsageMeter, note_metrics, why_unexpected
+
+EVENTS = [
+    b'data: {"choices":[{"delta":{"content":"a"}}],"usage":null}\n\n',
+    b'data: {"choices":[{"delta":{"content":"\\"usage\\""}}]}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":7}}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+@pytest.mark.parametrize("shows_usage", [True, False])
+def test_the_usage_of_a_stream_is_read_and_shown_only_to_clients_that_ask(shows_usage: bool) -> None:
+    stream = b"".join(EVENTS)
+    for size in (1, 7, 1000):
+        meter = UsageMeter(is_stream=True, shows_usage=shows_usage)
+        got = b"".join(meter.feed(stream[at : at + size]) for at in range(0, len(stream), size)) + meter.end()
+        assert (meter.prompt_tokens, meter.completion_tokens) == (5, 7)
+        assert got == b"".join(event for event in EVENTS if shows_usage or event is not EVENTS[2])
+
+
+def test_an_event_passes_as_soon_as_it_is_whole_and_an_endless_one_is_not_kept() -> None:
+    meter = UsageMeter(is_stream=True, shows_usage=False)
+    assert meter.feed(EVENTS[0][:-1]) == b""
+    assert meter.feed(EVENTS[0][-1:]) == EVENTS[0]
+    assert len(meter.feed(b"x" * (2 << 20))) == 2 << 20
+
+
+def test_the_usage_of_a_whole_answer_is_read_and_a_wrong_one_is_nothing() -> None:
+    meter = UsageMeter(is_stream=False, shows_usage=False)
+    body = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}).encode()
+    assert meter.feed(body[:9]) + meter.feed(body[9:]) + meter.end() == body
+    assert (meter.prompt_tokens, meter.completion_tokens) == (3, 4)
+    for odd in (
+        b"",
+        b"[]",
+        b"null",
+        b'{"usage":[]}',
+        b'{"usage":{"prompt_tokens":-1,"completion_tokens":true}}',
+        b"[" * 9999,
+    ):
+        meter = UsageMeter(is_stream=False, shows_usage=False)
+        meter.feed(odd)
+        meter.end()
+        assert (meter.prompt_tokens, meter.completion_tokens) == (0, 0)
+
+
+def test_the_load_of_a_replica_is_read_from_its_metrics_and_bounded() -> None:
+    replica = Replica(1, "v1")
+    note_metrics(replica, b"hpcserve_kv_used_ratio 0.5\nhpcserve_api_completion_tokens_total 100\n", 10.0)
+    note_metrics(
+        replica,
+        b"hpcserve_kv_used_ratio 7\nhpcserve_queue_wait_seconds 2.5\nhpcserve_api_completion_tokens_total 300\n",
+        12.0,
+    )
+    assert (replica.kv_used, replica.queue_wait_s, replica.tokens_per_s) == (1.0, 2.5, 100.0)
+    note_metrics(replica, b"\x00\xff hpcserve_kv_used_ratio nan", 13.0)
+    assert (replica.kv_used, replica.tokens_per_s) == (0.0, 0.0)
+
+
+def test_an_answer_to_a_check_must_have_the_expected_text() -> None:
+    body = json.dumps({"choices": [{"message": {"content": "two and two is 4"}}]}).encode()
+    assert why_unexpected(200, body, None) == why_unexpected(200, body, "4") == ""
+    assert why_unexpected(200, body, "5") == "the answer 'two and two is 4' does not contain '5'"
+    assert why_unexpected(500, b'{"error":{"message":"broken"}}', None) == "status 500: broken"
+    assert why_unexpected(200, b'{"choices":[{"text":""}]}', None) == "the answer is empty"
+    assert why_unexpected(200, b"{}", None) == "the answer has no text"
