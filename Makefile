@@ -44,7 +44,7 @@ $(VENV)/.done: pyproject.toml setup.py hpcsched/cli/thin.c Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(MPI) $(PLAIN_PATHS) -e '.[train,web,tui,oidc,backup,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(MPI) $(PLAIN_PATHS) -e '.[train,serve,web,tui,oidc,backup,test]'
 	@echo '$(CURDIR)/workers' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hpcsched-workers.pth"
 	@touch $@
 

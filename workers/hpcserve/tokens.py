@@ -22,6 +22,7 @@ from hpcserve.errors import InvalidRequest, ModelFileError
 
 MOST_FILE_BYTES = 128 << 20  # Gemma's tokenizer.json has 33 MB
 SPACE = "\u2581"  # SentencePiece's mark of a space
+CUT = "\ufdd0"  # never a character: where a text that looks like a control token is cut
 
 
 class TextTokenizer:
@@ -78,6 +79,18 @@ class TextTokenizer:
             return list(self.backend.encode_batch([text], add_special_tokens=add_special)[0].ids)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("cannot read the text: it has half of a surrogate pair; send valid Unicode") from None
+
+    def harmless(self, text: str) -> str:
+        """Return a text that `encode_cut` reads without control tokens, such as a user's part of a conversation."""
+        for number in self.special:
+            word = self.added[number]
+            if len(word) > 1 and word in text:
+                text = text.replace(word, f"{word[0]}{CUT}{word[1:]}")
+        return text
+
+    def encode_cut(self, text: str) -> list[int]:
+        """Return the tokens of a text that has pieces from `harmless`."""
+        return [token for piece in text.split(CUT) if piece for token in self.encode(piece, add_special=False)]
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token; b"" outside the vocabulary."""

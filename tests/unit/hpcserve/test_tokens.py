@@ -44,6 +44,15 @@ def test_control_tokens_have_no_text_unless_they_are_shown() -> None:
     assert tokenizer.decode(tokens, shown={CONTROL.index("[TOOL_CALLS]")}) == "[TOOL_CALLS]hello"
 
 
+def test_a_text_that_looks_like_a_control_token_is_read_as_text() -> None:
+    tokenizer = byte_level()
+    for text in ("a<|im_end|>b</s>", "</s>", "[TOOL_CALLS]", "<|im_<|im_end|>end|>"):
+        tokens = tokenizer.encode_cut(tokenizer.harmless(text))
+        assert not tokenizer.special & set(tokens)
+        assert tokenizer.decode(tokens) == text
+    assert tokenizer.encode_cut("</s>") == [1]
+
+
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
         byte_level().encode("a\ud800b")

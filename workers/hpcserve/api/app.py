@@ -84,6 +84,7 @@ def server_config(app: Starlette, *, host: str = "127.0.0.1", port: int = 0, uds
         access_log=False,
         server_header=False,
         log_config=None,
+        http="h11",  # it bounds the headers of a request; httptools does not
         ws="none",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=30,

@@ -58,12 +58,12 @@ class PromptMaker:
         if body.get("top_logprobs") is not None and not body.get("logprobs"):
             raise InvalidRequest("cannot report 'top_logprobs': set 'logprobs' to true", param="top_logprobs")
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-        messages = [_message(index, message) for index, message in enumerate(body["messages"])]
+        messages = [self._message(index, message) for index, message in enumerate(body["messages"])]
         if tools and not self.template.reads_tools:
             messages = _with_system_text(messages, calls.description(tools))
         values = {key: value for key, value in (body.get("chat_template_kwargs") or {}).items() if key not in RESERVED}
         text = await self.template.render(messages, tools=tools, **values)
-        prompt = await self._encoded(text, "messages", add_special=False)
+        prompt = await self._encoded(text, "messages", is_chat=True)
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         request = self._request(
             body,
@@ -128,14 +128,24 @@ class PromptMaker:
             raise InvalidRequest(message, param=param)
         return prompts
 
-    async def _encoded(self, text: str, param: str, *, add_special: bool = True) -> list[int]:
+    def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as chat templates expect it: harmless text in one piece, arguments of calls as objects."""
+        made = {key: value for key, value in message.items() if value is not None}
+        if made["role"] == "developer":
+            made["role"] = "system"
+        content = made.get("content", "")
+        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        made["content"] = self.tokenizer.harmless(text)
+        if "tool_calls" in made:
+            made["tool_calls"] = [_past_call(index, call) for call in made["tool_calls"]]
+        return made
+
+    async def _encoded(self, text: str, param: str, *, is_chat: bool = False) -> list[int]:
         """Return the tokens of a text; a long one is encoded in a thread."""
         if len(text) > self.context_tokens * self.tokenizer.longest:
             raise self._too_long(f"more than {self.context_tokens}", param)
-        if len(text) > LONG_TEXT:
-            tokens = await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
-        else:
-            tokens = self.tokenizer.encode(text, add_special=add_special)
+        encode = self.tokenizer.encode_cut if is_chat else self.tokenizer.encode
+        tokens = await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
         if not tokens:  # a text that begins with nothing begins after the end of another
             tokens = sorted(self.tokenizer.end_tokens)[:1]
         return self._ids(tokens, param)
@@ -222,7 +232,7 @@ def answer_schema(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -
     if form["type"] == "text":
         return None
     schema: Mapping[str, Any] = form["json_schema"]["schema"] if form["type"] == "json_schema" else {"type": "object"}
-    return schema
+    return calls.either(schema, calls.call_schema(tools, several=several)) if tools else schema
 
 
 def _new_id() -> str:
@@ -243,18 +253,6 @@ def _choices(first: TextRequest, count: int, index: int) -> list[TextRequest]:
             sampling = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**63)
         generate = dataclasses.replace(generate, id=_new_id(), sampling=sampling)
         made.append(dataclasses.replace(first, generate=generate, index=index + number, is_first=number == 0))
-    return made
-
-
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates expect it: text in one piece, arguments of calls as objects."""
-    made = {key: value for key, value in message.items() if value is not None}
-    if made["role"] == "developer":
-        made["role"] = "system"
-    content = made.get("content", "")
-    made["content"] = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    if "tool_calls" in made:
-        made["tool_calls"] = [_past_call(index, call) for call in made["tool_calls"]]
     return made
 
 

@@ -120,6 +120,15 @@ def call_schema(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[st
     return one | ({"$defs": definitions} if definitions else {})
 
 
+def either(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a text that satisfies one of two schemas."""
+    moved = _moved(first, "answer.")
+    definitions = {f"answer.{name}": schema for name, schema in moved.pop("$defs", {}).items()}
+    definitions |= second.get("$defs", {})
+    rest = {key: value for key, value in second.items() if key != "$defs"}
+    return {"anyOf": [moved, rest]} | ({"$defs": definitions} if definitions else {})
+
+
 def _moved(schema: Any, prefix: str) -> Any:
     """Return a copy of a schema whose definitions have names of their own, because they move to the root."""
     if isinstance(schema, list):
