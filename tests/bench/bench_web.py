@@ -282,11 +282,12 @@ class OpenPage:
 
     async def keep(self) -> None:
         """Read events until cancelled."""
-        self._reader, self._writer = await asyncio.open_connection("localhost", self._port, ssl=self._context)
         reader, writer = await asyncio.open_connection("localhost", self._port, ssl=self._context)
         writer.write(self._request("/api/v1/events"))
         await reader.readuntil(b"\r\n\r\n")
-        await self._ask()
+        self._reader, self._writer = await asyncio.open_connection("localhost", self._port, ssl=self._context)
+        while not await self._ask():
+            await asyncio.sleep(REFRESH_S)
         self.is_open.set()
         async for line in reader:
             if line.startswith(b"event: job") and (self._refresh is None or self._refresh.done()):
@@ -295,16 +296,18 @@ class OpenPage:
     async def _soon(self) -> None:
         await asyncio.sleep(max(GATHER_S, self._refreshed_s + self._pace_s - time.monotonic()))
         self._refreshed_s = time.monotonic()
-        await self._ask()
-        self.shown_s.append(time.monotonic())
+        if await self._ask():
+            self.shown_s.append(time.monotonic())
 
-    async def _ask(self) -> None:
+    async def _ask(self) -> bool:
+        """Ask for the page; say whether it came. It is refused if too many requests of its user are answered already."""
         self._writer.write(self._request("/"))
         head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        assert head.startswith(b"http/1.1 200"), head
+        assert head.startswith((b"http/1.1 200", b"http/1.1 429")), head
         fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
-        self._pace_s = max(REFRESH_S, int(fields[b"x-hpcsched-refresh-ms"]) / 1000)
+        self._pace_s = max(REFRESH_S, int(fields.get(b"x-hpcsched-refresh-ms", b"0")) / 1000)
         await self._reader.readexactly(int(fields[b"content-length"]))
+        return head.startswith(b"http/1.1 200")
 
     def _request(self, path: str) -> bytes:
         head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._token}\r\n"
@@ -316,17 +319,27 @@ async def keep_open(port: int, ca: str, tokens: list[str]) -> None:
     context = ssl.create_default_context(cafile=ca)
     pages = [OpenPage(port, token, context) for token in tokens]
     tasks = [asyncio.create_task(page.keep()) for page in pages]
-    async with asyncio.timeout(PATIENCE_S):
-        for page in pages:
-            await page.is_open.wait()
+    all_open = asyncio.gather(*(page.is_open.wait() for page in pages))
+    await asyncio.wait([all_open, *tasks], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    _raise_what_ended(tasks)
+    assert all_open.done(), f"waited {PATIENCE_S:g} s for {len(pages)} pages to open"
     print("ready", flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
+        _raise_what_ended(tasks)
         since_s = float(line)
         late = [page.shown_s[-1] - since_s for page in pages if page.shown_s and page.shown_s[-1] > since_s]
         print(json.dumps(late), flush=True)
     for task in tasks:
         task.cancel()
+
+
+def _raise_what_ended(tasks: list[asyncio.Task[None]]) -> None:
+    """Raise what ended a page: none ends by itself."""
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise AssertionError("a stream of events has ended")
 
 
 def open_pages(head: Head, quick: bool) -> list[Figure]:
