@@ -111,6 +111,7 @@ class ModelApi:
         self.tokenizer = tokenizer
         self.name = name
         self.version = version
+        self.names = (name, f"{name}@{version}")
         self.limits = limits
         self.why_not_ready = why_not_ready
         self.created = int(time.time())
@@ -187,7 +188,7 @@ class ModelApi:
 
     async def openapi(self, _: Request) -> Response:
         """Describe this API."""
-        return JSONResponse(describe(self.name))
+        return JSONResponse(describe(self.names))
 
     async def metrics(self, _: Request) -> Response:
         """Return what is counted, in the text format of Prometheus."""
@@ -211,7 +212,7 @@ class ModelApi:
         return checked
 
     def _check_name(self, name: str) -> None:
-        if name not in (self.name, f"{self.name}@{self.version}"):
+        if name not in self.names:
             message = f"cannot find model {name[:100]!r}: this server has '{self.name}'"
             raise ApiError(404, message, code="model_not_found", param="model")
 
