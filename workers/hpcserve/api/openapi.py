@@ -81,7 +81,8 @@ def _list(usage: Mapping[str, Any] | None) -> dict[str, Any]:
 def _post(request: str, summary: str, answer: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if request != "EmbeddingRequest":
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}}
+        content["text/event-stream"] = {"schema": event}
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{request}"}}}
     return {
         "post": {
