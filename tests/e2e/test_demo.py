@@ -114,24 +114,6 @@ def test_a_killed_demo_takes_its_cluster_along(place: Path) -> None:
     assert list((place / "tmp").iterdir()) == []
 
 
-def test_a_served_model_answers_the_same_while_a_node_is_lost(place: Path) -> None:
-    done = subprocess.run(
-        [*DEMO, "--serve"],
-        cwd=place,
-        env=environment(place),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=STORY_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "none was lost or doubled" in done.stdout
-    assert "3 members" in done.stdout
-    assert "2 members" in done.stdout
-    assert_nothing_is_left(place)
-
-
 def test_a_plain_user_can_keep_the_cluster_use_it_and_stop_it(place: Path) -> None:
     base = place / "kept"
     user = plain_user(place)

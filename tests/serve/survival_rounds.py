@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcserve.group.front import LEAVE_S, SILENT_S, ServeFront
+from hpcserve.group.front import SILENT_S, ServeFront
 from tests.serve.groups import Streams, cut_connections, group, prompts, ready, undisturbed
 from tests.tiny_models import tiny_model
 
@@ -64,14 +64,8 @@ async def play(directory: Path, options: argparse.Namespace, expected: Sequence[
     chance, right = random.Random(options.seed), True
     gaps: dict[str, list[float]] = defaultdict(list)
     asked = prompts(STREAMS)
-    slow = options.silence / SILENT_S  # a busy machine
     async with group(
-        directory,
-        ranks=options.ranks,
-        shape=options.split,
-        spares=options.spares,
-        silent_s=options.silence,
-        leave_s=slow * LEAVE_S,
+        directory, ranks=options.ranks, shape=options.split, spares=options.spares, silent_s=options.silence
     ) as front:
         await ready(front)
         for number in range(options.rounds):

@@ -46,9 +46,7 @@ async def disturbed(front: ServeFront, signal_or_none: int | None, slot: int) ->
 
 def test_streams_survive_the_loss_of_followers_and_leaders(model: Path, expected: list[list[int]]) -> None:
     async def scene() -> None:
-        async with group(
-            model, ranks=2, spares=1, silent_s=PATIENT_S, leave_s=PATIENT_S, patience_s=PATIENCE_S
-        ) as front:
+        async with group(model, ranks=2, spares=1, silent_s=PATIENT_S, patience_s=PATIENCE_S) as front:
             await ready(front)
             assert await all_tokens(front.engine, ASKED, COUNT) == expected
             leader, follower = sorted(front.inside)
@@ -61,9 +59,7 @@ def test_streams_survive_the_loss_of_followers_and_leaders(model: Path, expected
 
 def test_streams_survive_a_frozen_and_a_cut_off_rank(model: Path, expected: list[list[int]]) -> None:
     async def scene() -> None:
-        async with group(
-            model, ranks=2, shape="pipeline", silent_s=3.0, leave_s=PATIENT_S, patience_s=PATIENCE_S
-        ) as front:
+        async with group(model, ranks=2, shape="pipeline", silent_s=3.0, patience_s=PATIENCE_S) as front:
             await ready(front)
             assert await disturbed(front, signal.SIGSTOP, 1) == expected
             await ready(front)

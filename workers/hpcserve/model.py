@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -303,6 +303,21 @@ class DecoderModel:
     def allocate(self, blocks: int) -> None:
         """Replace the cache by an empty one of so many blocks."""
         self.cache = KvCache(self.config, self.part, blocks, self.kind.hidden_dtype, self.device)
+
+    def watch_ffns(self, seen: Callable[[int, Tensor], None]) -> None:
+        """Call `seen` with the layer and its FFN's inner states [tokens, columns] in each step."""
+
+        def watched(number: int, ffn: FfnWeights) -> FfnWeights:
+            def down(states: Tensor) -> Tensor:
+                seen(number, states)
+                return ffn.down(states)
+
+            return replace(ffn, down=down)
+
+        self._layers = [
+            replace(layer, ffns=tuple(watched(number, ffn) for ffn in layer.ffns))
+            for number, layer in zip(self.part.layers, self._layers, strict=True)
+        ]
 
     @torch.no_grad()
     def forward(self, plan: ForwardStep, hidden: Tensor | None, reduce: Reduce | None = None) -> Tensor:

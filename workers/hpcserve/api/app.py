@@ -111,7 +111,6 @@ class ModelApi:
         self.tokenizer = tokenizer
         self.name = name
         self.version = version
-        self.names = (name, f"{name}@{version}")
         self.limits = limits
         self.why_not_ready = why_not_ready
         self.created = int(time.time())
@@ -188,7 +187,7 @@ class ModelApi:
 
     async def openapi(self, _: Request) -> Response:
         """Describe this API."""
-        return JSONResponse(describe(self.names))
+        return JSONResponse(describe(self.name))
 
     async def metrics(self, _: Request) -> Response:
         """Return what is counted, in the text format of Prometheus."""
@@ -212,7 +211,7 @@ class ModelApi:
         return checked
 
     def _check_name(self, name: str) -> None:
-        if name not in self.names:
+        if name not in (self.name, f"{self.name}@{self.version}"):
             message = f"cannot find model {name[:100]!r}: this server has '{self.name}'"
             raise ApiError(404, message, code="model_not_found", param="model")
 

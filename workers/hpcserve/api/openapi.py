@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hpcserve.api.schema import REQUESTS
@@ -30,16 +30,15 @@ USAGE = {
 }
 
 
-def describe(names: Sequence[str]) -> dict[str, Any]:
-    """Return the description of the API of a model that has these names."""
-    name_schema = {"type": "string", "enum": list(names)}
+def describe(name: str) -> dict[str, Any]:
+    """Return the description; `name` is the model's."""
     paths = {
         "/v1/chat/completions": _post("ChatCompletionRequest", "Answer a conversation", _answer("chat.completion")),
         "/v1/completions": _post("CompletionRequest", "Continue texts", _answer("text_completion")),
         "/v1/embeddings": _post("EmbeddingRequest", "Return a vector for each text", _list(USAGE)),
         "/v1/models": _get("List the models", _list(None)),
         "/v1/models/{name}": _get(
-            "Describe a model", {"type": "object", "required": ["id", "object"]}, name=name_schema
+            "Describe a model", {"type": "object", "required": ["id", "object"]}, parameter="name"
         ),
         "/health": _get("Say that the process answers", {"type": "object"}),
         "/ready": _get("Say whether the model can answer", {"type": "object"}, not_ready=True),
@@ -48,11 +47,11 @@ def describe(names: Sequence[str]) -> dict[str, Any]:
     schemas: dict[str, Any] = {key: dict(schema) for key, schema in REQUESTS.items()} | {"ErrorAnswer": ERROR}
     for key in REQUESTS:
         properties = dict(schemas[key]["properties"])
-        properties["model"] = name_schema
+        properties["model"] = {"type": "string", "examples": [name]}
         schemas[key]["properties"] = properties
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"{names[0]}, served by hpcsched", "version": "1"},
+        "info": {"title": f"{name}, served by hpcsched", "version": "1"},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
@@ -81,8 +80,7 @@ def _list(usage: Mapping[str, Any] | None) -> dict[str, Any]:
 def _post(request: str, summary: str, answer: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if request != "EmbeddingRequest":
-        event = {"type": "object", "properties": {"data": {"type": "string"}}}
-        content["text/event-stream"] = {"schema": event}
+        content["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{request}"}}}
     return {
         "post": {
@@ -95,14 +93,14 @@ def _post(request: str, summary: str, answer: Mapping[str, Any]) -> dict[str, An
 
 
 def _get(
-    summary: str, answer: Mapping[str, Any], *, name: Mapping[str, Any] | None = None, not_ready: bool = False
+    summary: str, answer: Mapping[str, Any], *, parameter: str | None = None, not_ready: bool = False
 ) -> dict[str, Any]:
     ok = {"description": "The answer", "content": {"application/json": {"schema": answer}}}
     made: dict[str, Any] = {"summary": summary, "responses": {"200": ok, **_errors()}}
     if not_ready:
         made["responses"]["503"] = ok
-    if name is not None:
-        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": name}]
+    if parameter is not None:
+        made["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
     return {"get": made}
 
 

@@ -1,0 +1,1 @@
+"""Smaller models of a model: quantized matrices, fewer FFN columns; and what that costs."""
