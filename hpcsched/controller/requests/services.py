@@ -367,7 +367,9 @@ def use(cluster: ClusterState, identity: Identity, body: Json) -> Json:
     usable = [one for one in cluster.services.values() if may_use_as_member(cluster, identity, one)]
     name = body.get("name") or ""
     if not name:
-        return answer | {"services": [{"name": one.name, "made_at_s": one.made_at_s} for one in usable]}
+        return answer | {
+            "services": [{"name": one.name, "user": one.user, "made_at_s": one.made_at_s} for one in usable]
+        }
     if name not in {one.name for one in usable}:
         raise NotFoundError(f"cannot ask model {str(name)[:80]!r}: there is no service of this name that you may use")
     return answer | {"service": name}

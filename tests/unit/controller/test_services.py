@@ -134,7 +134,9 @@ def test_a_service_of_another_is_neither_scaled_nor_stopped_nor_asked() -> None:
 def test_a_service_open_to_all_is_asked_by_all_and_managed_by_its_owner() -> None:
     cluster = Cluster("n1")
     start(cluster, audience="all")
-    assert services.use(cluster.state, BOB, {})["services"] == [{"name": "chat", "made_at_s": cluster.now_s}]
+    assert services.use(cluster.state, BOB, {})["services"] == [
+        {"name": "chat", "user": "ann", "made_at_s": cluster.now_s}
+    ]
     assert services.use(cluster.state, BOB, {"name": "chat"})["user"] == "bob"
     with pytest.raises(PermissionDeniedError):
         cluster.ask(lambda tx: services.stop(tx, BOB, {"name": "chat"}))
