@@ -1,6 +1,7 @@
-"""The commands of hpcserve: `python -m hpcserve plan|quantize|prune|perplexity ...`.
+"""The commands of hpcserve: `python -m hpcserve run|plan|quantize|prune|perplexity ...`.
 
-`hserve` runs them. Exit statuses: 0, 1 if the command failed or the model does not fit, 2 for wrong options.
+`hserve` and the jobs of services run them. Exit statuses: 0, 1 if the command failed or the model does not fit, 2 for wrong
+options.
 Rules: what users and files say is checked here, in one place, before anything is read or written.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from hpcserve.config import StoredKind, read_config
 from hpcserve.errors import ServeError
+from hpcserve.group import front
 from hpcserve.group.measure import measured_node
 from hpcserve.plan import (
     GIB,
@@ -58,6 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="hserve", description="Serve a language model from one or several nodes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="serve a model from the nodes of a job, or from this machine")
+    front.add_options(run)
+    run.set_defaults(work=front.run)
     plan = commands.add_parser("plan", help="show how nodes can share a model, and how fast they would be")
     add_plan_options(plan)
     plan.set_defaults(work=show_plan)
