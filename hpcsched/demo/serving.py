@@ -41,7 +41,7 @@ SERVE_SCRIPT = """\
 #HSUB --time=00:30:00
 #HSUB --output={name}-%j.out
 
-exec {python} -P -m hpcserve.group.front model --name demo --ranks 3 \\
+exec {python} -P -m hpcserve run model --name demo --ranks 3 \\
     --kind fp32 --memory {memory} --context 512 --streams 1 --listen unix:{socket}
 """
 

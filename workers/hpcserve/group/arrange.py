@@ -10,16 +10,19 @@ Rules, in this order:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcserve.config import ModelConfig
 from hpcserve.errors import ServeError
-from hpcserve.plan import LinkTable, ModelDoesNotFit, PlanGoal, ServeLoad, ServeNode, make_plan, model_shape
+from hpcserve.plan import LinkFacts, LinkTable, ModelDoesNotFit, PlanGoal, ServeLoad, ServeNode, make_plan, model_shape
 from hpcserve.split import ModelPart, ModelSplit, Span, even, spans_of
 from hpcserve.steps import BLOCK_POSITIONS
 from hpctrain.elastic.roster import Member, MemberChoice, Message
+
+ONE_HOST = LinkFacts(latency_s=30e-6, rate_bytes_s=3e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,19 +149,21 @@ class GroupArrangement:
                 self._plans[key] = None
         return self._plans[key]
 
+    def _node(self, member: Member) -> ServeNode:
+        """Return a member as the planner sees it, with what it measured when it joined, or what it did since."""
+        rate = self._measured.get(member.number) or positive(member.offer.get("kernel_bytes_s"))
+        return replace(node_facts(member), kernel_bytes_s={self._settings.kind: rate} if rate else {})
+
     def _made(self, candidates: Sequence[Member]) -> GroupPlan:
         settings = self._settings
         if settings.shape != "auto":
             split = even_split(self._config, len(candidates), settings.shape)
             numbers = tuple(member.number for member in candidates)
             return GroupPlan(numbers=numbers, split=split, candidates=len(candidates))
-        nodes = [
-            replace(node_facts(member), kernel_bytes_s={settings.kind: self._measured[member.number]})
-            if member.number in self._measured
-            else node_facts(member)
-            for member in candidates
-        ]
-        made = make_plan(model_shape(self._config), settings.kind, nodes, LinkTable(), settings.load, settings.goal)
+        nodes = [self._node(member) for member in candidates]
+        made = make_plan(
+            model_shape(self._config), settings.kind, nodes, links_between(candidates), settings.load, settings.goal
+        )
         best = next((one for one in made.candidates if len(one.replicas) == 1), None)
         if best is None:
             raise ModelDoesNotFit("cannot fit the model into one group")
@@ -176,13 +181,27 @@ class GroupArrangement:
 def node_facts(member: Member) -> ServeNode:
     """Return a member as the planner sees it; its facts come from the rank."""
     facts: Any = member.offer
-    known = {}
-    for name in ("read_bytes_s", "flops_s", "cores"):
-        if isinstance(facts.get(name), int | float) and facts[name] > 0:
-            known[name] = facts[name]
+    known = {name: facts[name] for name in ("read_bytes_s", "flops_s", "cores") if positive(facts.get(name))}
     return ServeNode(
         name=f"{facts.get('node', '?')}#{member.number}", free_bytes=int(facts.get("free_bytes", 1 << 62)), **known
     )
+
+
+def links_between(members: Sequence[Member]) -> LinkTable:
+    """Return the links between members: those on one host share memory, others are taken as 1 Gbit/s."""
+    pairs = [
+        (one, other)
+        for one, other in itertools.combinations(members, 2)
+        if one.offer.get("host") == other.offer.get("host")
+    ]
+    return LinkTable(
+        pairs={frozenset((node_facts(one).name, node_facts(other).name)): ONE_HOST for one, other in pairs}
+    )
+
+
+def positive(value: object) -> float:
+    """Return a number that a rank reported; 0 for anything else than a positive number."""
+    return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else 0.0
 
 
 def part_bytes(config: ModelConfig, part: ModelPart, settings: GroupSettings, *, with_cache: bool = True) -> int:

@@ -149,6 +149,7 @@ class ServeFront:
             "HPCSERVE_FRONT": str(self._listener.sockets[0].getsockname()[1]),
             "HPCSERVE_VERSION": self.version,
             "HPCSERVE_MEMORY": str(settings.memory_bytes),
+            "HPCSERVE_MEASURE": settings.group.kind if settings.group.shape == "auto" else "",
         }
         for node in nodes:
             self._open(node, shares[node])

@@ -4,7 +4,8 @@ The leader, rank 0 of a generation, also runs the engine, and serves the front's
 rank leaves a broken generation at once; a part that is still the same in the next generation is kept.
 Environment: HPCTRAIN_ROSTER, HPCTRAIN_ROSTER_KEY and HPCTRAIN_SLOT (`hpctrain.elastic.member`); HPCSERVE_FRONT is the port of the
 front, on the host of the roster; HPCSERVE_VERSION the hash of the front's model; HPCSERVE_SHARE how many ranks share this host;
-HPCSERVE_MEMORY the most bytes that a rank may use, also enforced. Does not know other ranks before the roster names them.
+HPCSERVE_MEMORY the most bytes that a rank may use, also enforced; HPCSERVE_MEASURE the kind of weights whose speed is measured.
+Does not know other ranks before the roster names them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hpcserve.errors import GroupLost, ServeError
 from hpcserve.grammar import Grammar
 from hpcserve.group.leader import MOST_LINE_BYTES, LeaderEnd, MessageLine
 from hpcserve.group.links import Meeting, RankAddress, RankLinks
+from hpcserve.group.measure import measured_node
 from hpcserve.group.runner import GroupRunner, RankProgram
 from hpcserve.model import DecoderModel
 from hpcserve.plan import BASE_BYTES
@@ -153,6 +155,7 @@ class ServeRank:
         share = max(1, int(self._environ.get("HPCSERVE_SHARE", "1")))
         cores = max(1, len(os.sched_getaffinity(0)) // share)
         torch.set_num_threads(cores)
+        speed = self._speed(cores)  # before the limit, because it needs memory of its own
         return {
             "addresses": [self._membership.host, *own_addresses()],
             "port": self._listener.getsockname()[1],
@@ -161,6 +164,19 @@ class ServeRank:
             "node": self._environ.get("HPCSCHED_NODENAME") or socket.gethostname(),
             "free_bytes": self._limited(free_bytes() // share),
             "cores": cores,
+            **speed,
+        }
+
+    def _speed(self, cores: int) -> Message:
+        """Return how fast this rank reads and computes weights of the kind that it will hold, if a planner asks."""
+        kind = self._environ.get("HPCSERVE_MEASURE", "")
+        if not kind:
+            return {}
+        node = measured_node("", kind, cores=cores)
+        return {
+            "read_bytes_s": node.read_bytes_s,
+            "flops_s": node.flops_s,
+            "kernel_bytes_s": node.kernel_bytes_s[kind],
         }
 
     def _limited(self, free: int) -> int:
