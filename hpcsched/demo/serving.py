@@ -86,7 +86,7 @@ class ServeStory(Story):
         self.served.weights = int(made.split()[0])
         size_mib = self.served.weights * 4 / 2**20
         self.say("note", f"{self.served.weights / 1e6:.0f} million random weights: {size_mib:.0f} MiB in float32")
-        self.say("note", f"each rank may use {MEMORY_MIB} MiB, 300 of them for Python and torch")
+        self.say("note", f"each rank may use {MEMORY_MIB} MiB, 286 of them for Python and torch")
         plan = [sys.executable, "-P", "-m", "hpcserve", "plan", str(self._cluster.share / "model")]
         plan += ["--quantize=fp32", f"--nodes=n1:free={MEMORY_MIB / 1024:.2f}"]
         refused = self.meanwhile(lambda: run(plan, MAKE_S, may_fail=True))

@@ -2,6 +2,7 @@
 
     arrange    which ranks form a generation, and which part each of them gets (pure)
     links      sums, hidden states, steps and results between ranks
+    measure    how fast this machine reads and computes weights, and the links between ranks
     runner     what each rank does with a step, and the leader's side
     leader     requests and tokens between leader and front; streams over generations
     rank       a rank's process
