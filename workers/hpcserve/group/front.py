@@ -185,7 +185,8 @@ class ServeFront:
         members = {member.slot for member in self._server.roster.members.values()}
         for number in leaving - members:  # it waits for a node that is lost
             await self.launcher.end(number)
-        await asyncio.gather(*(self._keepers[number] for number in leaving))
+        if leaving:
+            await asyncio.wait([self._keepers[number] for number in leaving])
         while here is not None and here.wanted is not None and not await self.launcher.resize_job(len(here.wanted)):
             await asyncio.sleep(AGAIN_S)
             here = allocation(self._environ)
