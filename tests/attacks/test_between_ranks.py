@@ -36,6 +36,10 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 ALLOWED_CALLS = {
     ("workers/hpctrain/elastic/__main__.py", "gather"),  # asyncio
+    ("workers/hpcserve/api/answers.py", "gather"),  # the same
+    ("workers/hpcserve/api/app.py", "gather"),
+    ("workers/hpcserve/api/choices.py", "gather"),
+    ("workers/hpcserve/sampling.py", "gather"),  # of a tensor
     ("workers/hpctrain/comm/elastic_group.py", "allreduce"),  # of tensors, by Gloo
     ("hpcsched/model/frozen.py", "exec"),  # of our own text
     ("workers/hpcnode/wire/message.py", "eval"),  # the same
