@@ -117,7 +117,7 @@ class ServeStory(Story):
         self.say("bad", f"{count} processes on {node} are gone, one of three ranks among them")
         self._follow(answer)
         self.served.pause_s = answer.longest_pause_s
-        self.say("good", f"the answer went on after {answer.longest_pause_s:.1f} s: {self._groups()[-1]}")
+        self.say("good", f"the answer continued after {answer.longest_pause_s:.1f} s: {self._groups()[-1]}")
         return answer.text
 
     def _answer_again(self, disturbed: str) -> None:
@@ -254,7 +254,7 @@ def closing_rows(result: ServeResult) -> list[tuple[str, str]]:
         ("model", f"{result.weights / 1e6:.0f} million weights on three nodes, {MEMORY_MIB} MiB for each"),
         ("ready", f"{result.ready_s:.1f} s after it was submitted"),
         ("node lost", f"{result.lost_node}, in the middle of an answer"),
-        ("pause", f"{result.pause_s:.1f} s, then the two other nodes went on"),
+        ("pause", f"{result.pause_s:.1f} s, then the two other nodes continued"),
         ("answer", "the same as an undisturbed one" if result.is_same else "another one"),
         ("speed", f"{result.tokens_s:.1f} tokens/s on the nodes that are left"),
         ("the whole story", clock(result.total_s)),
