@@ -1,4 +1,4 @@
-"""The commands of hpcserve: `python -m hpcserve run|plan|quantize|prune|perplexity ...`.
+"""The commands of hpcserve: `python -m hpcserve run|plan|quantize|prune|perplexity|hash ...`.
 
 `hserve` and the jobs of services run them. Exit statuses: 0, 1 if the command failed or the model does not fit, 2 for wrong
 options.
@@ -38,6 +38,7 @@ from hpcserve.plan import (
 from hpcserve.smaller.perplexity import TextScore, perplexity, read_text
 from hpcserve.smaller.prune import prune_model
 from hpcserve.smaller.quantize import ModelSize, model_size, quantize_model
+from hpcserve.weights import HASHES_NAME, write_hashes
 
 MOST_NODES = 1000
 MOST_NODES_BYTES = 1 << 20
@@ -76,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
     prune.set_defaults(work=prune_and_report)
     judge = commands.add_parser("perplexity", help="judge a model by a text")
     judge.set_defaults(work=show_perplexity)
+    hashes = commands.add_parser("hash", help="write hashes of a model's weights, by which ranks verify what they read")
+    hashes.add_argument("model", type=Path, metavar="MODEL", help="directory of the model")
+    hashes.set_defaults(work=hash_model)
     for command in (quantize, prune, judge):
         command.add_argument("model", type=Path, metavar="MODEL", help="directory of the model")
         if command is not judge:
@@ -400,6 +404,12 @@ def show_perplexity(options: argparse.Namespace) -> int:
         print(json.dumps({"version": 1, "perplexity": score.perplexity, "tokens": score.tokens}))
     else:
         print(f"perplexity {score.perplexity:.3f} over {score.tokens} tokens")
+    return 0
+
+
+def hash_model(options: argparse.Namespace) -> int:
+    """Write the hashes of a model's weights."""
+    print(f"{options.model / HASHES_NAME}: hashes of {write_hashes(options.model)} bytes")
     return 0
 
 

@@ -12,6 +12,10 @@ is stored as columns and rows, is turned round first.
          NAME.zeros   [out, in / 32] float16
 `quantized_int8` and `quantized_int4` return these tensors.
 
+A model may have model.hashes.json, which `write_hashes` writes. It has hashes of all tensors, by runs of
+rows and by runs of columns, so that a rank verifies the rows or columns that it reads, and reads nothing else. A run that a
+part cuts is not verified.
+
 Rules: headers are hostile: lengths, offsets and types are checked before anything is read.  Files stay open, and a file that
 changes while it is read is an error.  Weights that are not finite are refused with the tensor's name.  Files of pickle are
 refused; so are links that leave the directory, unless they are Hugging Face's links to blobs.
@@ -40,6 +44,7 @@ from hpcserve.split import Span
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+HASHES_NAME = "model.hashes.json"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
 HEADER_LIMIT_BYTES = 100_000_000  # the format's own
 INDEX_LIMIT_BYTES = 100_000_000
@@ -49,6 +54,8 @@ SHORTEST_RUN_BYTES = 2048  # of a row: shorter ones are cut out of whole rows
 SAMPLES_OF_A_FILE = 64
 SAMPLE_BYTES = 4096
 GROUP_COLUMNS = 32  # of int4
+HASHED_RUN = 32  # rows or columns; the planner cuts at multiples of it
+HASH_BYTES = 16
 LARGEST_INT8 = 127
 QUANTIZED_ROWS = 256  # at a time: bounds the memory of temporary numbers
 LENGTH = struct.Struct("<Q")
@@ -134,17 +141,91 @@ def quantized_int4(weight: Tensor) -> Int4Weight:
     return Int4Weight(values=values, scales=scales, zeros=zeros)
 
 
+class TensorHashes:
+    """The hashes of a model's tensors, as its file has them."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ModelFileError: it cannot be read, or has another form.
+        """
+        self.path = path
+        try:
+            if path.stat().st_size > INDEX_LIMIT_BYTES:
+                raise ModelFileError(f"cannot read {str(path)!r}: it is larger than {INDEX_LIMIT_BYTES} bytes")
+            self._axes = {name: (axes["rows"], axes["columns"]) for name, axes in json.loads(path.read_bytes()).items()}
+        except OSError as error:
+            raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ModelFileError(f"cannot read {str(path)!r}: it has no hashes of tensors") from None
+
+    def is_right(self, name: str, part: Tensor, axis: int, start: int, length: int) -> bool:
+        """Return whether all whole runs of a part are as they were; the part starts at `start` of `length` on an axis.
+
+        Raises:
+            ModelFileError: the file has no such hashes.
+        """
+        run, stop = _run_of(name), start + part.shape[axis]
+        for number in range(-(-start // run), -(-stop // run)):
+            last = min((number + 1) * run, length)
+            if last > stop:
+                break
+            try:
+                known = self._axes[name][axis][number]
+            except (KeyError, IndexError, TypeError):
+                raise ModelFileError(f"cannot read {str(self.path)!r}: it has no hash of all of {name!r}") from None
+            if _hash(part.narrow(axis, number * run - start, last - number * run)) != known:
+                return False
+        return True
+
+
+def _run_of(name: str) -> int:
+    """Return the rows or columns of a tensor that have a hash together."""
+    return {"int4": HASHED_RUN // 2, "scales": 1, "zeros": 1}.get(name.rpartition(".")[2], HASHED_RUN)
+
+
+def _hash(tensor: Tensor) -> str:
+    return hashlib.sha256(_bytes_of(tensor.contiguous())).hexdigest()[: 2 * HASH_BYTES]
+
+
+def write_hashes(directory: Path) -> int:
+    """Write the hashes of a model's tensors beside them; return the bytes that were read.
+
+    Raises:
+        ModelFileError: a file is damaged, or the hashes cannot be written.
+    """
+    path = directory / HASHES_NAME
+    with WeightFiles(directory, verified=False) as files:
+        table = {}
+        for name in files.tensors:
+            tensor = files.read(name)
+            axes = [[_hash(run) for run in tensor.split(_run_of(name), axis)] for axis in range(min(2, tensor.dim()))]
+            table[name] = dict(zip(("rows", "columns"), [*axes, [], []], strict=False))
+        read = files.bytes_read
+    new = path.with_name(f".{HASHES_NAME}.{os.getpid()}")
+    try:
+        new.write_text(json.dumps(table))
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ModelFileError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    return read
+
+
 class WeightFiles:
     """The open weight files of a model; `bytes_read` counts what was read of tensors."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open all files and check their headers.
+    def __init__(self, directory: Path, *, verified: bool = True) -> None:
+        """Open all files and check their headers; `verified`: what is read must have its hash, if the model has hashes.
 
         Raises:
             ModelFileError: a file is missing, damaged, truncated or not supported.
         """
         self.directory = directory
         self.bytes_read = 0
+        hashes = directory / HASHES_NAME
+        self._hashes = TensorHashes(hashes) if verified and hashes.exists() else None
         self.tensors: dict[str, StoredTensor] = {}
         self._files: list[_File] = []
         try:
@@ -216,7 +297,24 @@ class WeightFiles:
             raise ModelFileError(
                 f"cannot serve the model: tensor {name!r} in {file.path!r} has NaN or infinite numbers"
             )
+        if self._hashes is not None:
+            self._verify(name, tensor, rows, columns)
         return tensor
+
+    def _verify(self, name: str, part: Tensor, rows: Span | None, columns: Span | None) -> None:
+        """Check a part of a tensor by its hashes; one that is cut on both axes has none."""
+        stored = self._stored(name)
+        if not stored.shape or self._hashes is None or part.numel() == 0:
+            return
+        axis, span = (0, rows) if columns is None else (1, columns)
+        if axis == 1 and len(part) < stored.shape[0]:
+            return
+        if not self._hashes.is_right(name, part, axis, 0 if span is None else span.start, stored.shape[axis]):
+            raise ModelFileError(
+                f"cannot serve the model: tensor {name!r} in {self._files[stored.file].path!r} is not the one that "
+                f"{HASHES_NAME} describes: the file is damaged or was changed; copy it again, or, "
+                f"if the change is wanted, run 'hserve hash {self.directory}'"
+            )
 
     def matrix(
         self, name: str, rows: Span | None = None, columns: Span | None = None
@@ -249,10 +347,10 @@ class WeightFiles:
     def version(self) -> str:
         """Return a hash of configuration, tokenizer, headers, and samples of the weights.
 
-        Two models that differ in a few single weights alone may have the same version.
+        Two models without hashes that differ in a few single weights alone may have the same version.
         """
         digest = hashlib.sha256()
-        for name in (CONFIG_NAME, INDEX_NAME, *TOKENIZER_NAMES):
+        for name in (CONFIG_NAME, INDEX_NAME, HASHES_NAME, *TOKENIZER_NAMES):
             path = self.directory / name
             content = path.read_bytes() if path.is_file() else b""
             digest.update(LENGTH.pack(len(content)))

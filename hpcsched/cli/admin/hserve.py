@@ -83,7 +83,7 @@ COMMAND = Command(
 EXPORTED = (
     "CONDA_PREFIX", "HF_HOME", "HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "USER", "VIRTUAL_ENV",
 )  # fmt: skip
-CHILDREN = ("plan", "quantize", "prune", "perplexity")
+CHILDREN = ("plan", "quantize", "prune", "perplexity", "hash")
 TEST_PROMPT = "Say hello."
 TEST_S = 120.0
 SCRIPT = """\

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, tiny_model
 
 from hpcserve import weights
+from hpcserve.__main__ import main
 from hpcserve.config import read_config
 from hpcserve.errors import ModelFileError
 from hpcserve.model import DecoderModel, whole_part
@@ -309,3 +310,69 @@ def test_stored_quantized_parts_are_those_of_the_whole(
             found = part if isinstance(part, torch.Tensor) else part.floats()
             rows, columns = rows or Span(0, 8), columns or Span(0, 128)
             assert torch.equal(found, whole.floats()[rows.start : rows.stop, columns.start : columns.stop])
+
+
+def flip(directory: Path, name: str, at: int) -> None:
+    """Change one byte of a tensor, and neither the size nor the time of its file."""
+    path = directory / "model.safetensors"
+    before = path.stat()
+    with WeightFiles(directory) as files:
+        offset = files.tensors[name].offset + at
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_part_is_verified_by_the_hashes_of_its_rows_or_columns(tmp_path: Path) -> None:
+    whole = torch.randn(100, 90)
+    save_file({"x": whole}, tmp_path / "model.safetensors")
+    assert weights.write_hashes(tmp_path) == whole.nbytes
+    flip(tmp_path, "x", 4 * (70 * 90 + 40))
+    with WeightFiles(tmp_path) as files:
+        for rows, columns in ((Span(0, 64), None), (Span(96, 100), None), (None, Span(0, 32)), (None, Span(64, 90))):
+            files.read("x", rows, columns)
+        for rows, columns in ((None, None), (Span(64, 96), None), (Span(50, 100), None), (None, Span(20, 80))):
+            with pytest.raises(ModelFileError, match=r"tensor 'x' in '.*model\.safetensors' is not the one"):
+                files.read("x", rows, columns)
+
+
+def test_a_model_with_a_flipped_bit_is_not_served(directory: Path) -> None:
+    assert main(["hash", str(directory)]) == 0
+    config = read_config(directory)
+    with WeightFiles(directory) as files:
+        DecoderModel(config, files, whole_part(config), "fp32")
+    flip(directory, NAME, 1000)
+    with WeightFiles(directory) as files, pytest.raises(ModelFileError, match=NAME):
+        DecoderModel(config, files, whole_part(config), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "no hashes"),
+        ('{"x": 1}', "no hashes"),
+        ("{}", "no hash of all"),
+        ('{"x": {"rows": [], "columns": 1}}', "of all"),
+    ],
+    ids=["list", "number", "empty", "short"],
+)
+def test_a_broken_file_of_hashes_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    save_file({"x": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / weights.HASHES_NAME).write_text(content)
+    with pytest.raises(ModelFileError, match=words), WeightFiles(tmp_path) as files:
+        files.read("x")
+
+
+def test_the_version_of_a_model_with_hashes_follows_every_weight(directory: Path) -> None:
+    def version() -> str:
+        weights.write_hashes(directory)
+        with WeightFiles(directory) as files:
+            return files.version()
+
+    first = version()
+    assert version() == first
+    flip(directory, NAME, 1000)
+    assert version() != first
