@@ -228,6 +228,7 @@ def _export(directory: Path, options: argparse.Namespace) -> int:
             print(f"{name} cannot be used: {error}; trying the one before", file=sys.stderr)
             continue
         write_export(options.file, manifest, tensors)
+        write_description(directory, options.file)
         print(f"{options.file}: step {manifest.facts.step}, {len(tensors)} tensors{_note(manifest)}")
         return 0
     raise TrainError(f"cannot export from {directory}: no checkpoint{_of(options.step)} is undamaged")
@@ -304,6 +305,20 @@ def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor
         torch.save(tensors, buffer)
         content = buffer.getvalue()
     os.replace(write_draft(path, content), path)
+
+
+MODEL_FILE = "model.safetensors"  # Hugging Face's name
+DESCRIPTION = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def write_description(directory: Path, path: Path) -> None:
+    """Copy what a run says of its model beside a file of the name that Hugging Face uses."""
+    folder = (directory.parent if directory.name == "checkpoints" else directory) / "model"
+    if path.name != MODEL_FILE:
+        return
+    for name in DESCRIPTION:
+        if (folder / name).is_file():
+            os.replace(write_draft(path.parent / name, (folder / name).read_bytes()), path.parent / name)
 
 
 def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -170,7 +170,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         held_out = text.validation
         validation = None
         if held_out is not None and held_out.size > options.context:
-            validation = Validation(model, held_out, here.device)
+            validation = Validation(model, held_out, here.device, options.context)
         for batch in here.steps(model, optimizer, validation, data):
             inputs_BT, targets_BT = batch.samples
             batch.backward(mean_loss(model, inputs_BT, targets_BT))
@@ -232,17 +232,17 @@ def sample(model: Gpt, text: TextSource, count: int, seed: int) -> str:
 class Validation:
     """Returns the sum of losses over a part of the validation windows, and their number."""
 
-    def __init__(self, model: Gpt, tokens: Tokens, device: torch.device) -> None:
-        self._model, self._tokens, self._device = model, tokens, device
+    def __init__(self, model: nn.Module, tokens: Tokens, device: torch.device, context: int) -> None:
+        self._model, self._tokens, self._device, self._context = model, tokens, device, context
 
     def __call__(self, part: int, parts: int) -> tuple[float, int]:
-        last = self._tokens.size - self._model.context - 1
+        last = self._tokens.size - self._context - 1
         starts = np.linspace(0, last, VALIDATION_SAMPLES).astype(np.int64)[part::parts]
         if starts.size == 0:
             return 0.0, 0
         inputs_BT, targets_BT = (
             torch.from_numpy(np.ascontiguousarray(half)).to(self._device)
-            for half in windows(self._tokens, starts, self._model.context)
+            for half in windows(self._tokens, starts, self._context)
         )
         return float(mean_loss(self._model, inputs_BT, targets_BT)) * starts.size, starts.size
 
