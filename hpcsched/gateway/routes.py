@@ -330,7 +330,7 @@ _BODIES: Mapping[str, Json] = {
     "Submit": _object(
         ["jobs"],
         request_id=_TEXT_VALUE | {"maxLength": 200},
-        jobs={"type": "array", "items": {"$ref": "#/components/schemas/JobSpec"}, "minItems": 1, "maxItems": 1000},
+        jobs={"type": "array", "items": {"$ref": "#/components/schemas/JobSpec"}, "minItems": 1, "maxItems": 250},
     ),
     "Test": _object(["job"], job={"$ref": "#/components/schemas/JobSpec"}),
     "Jobs": _object(["jobs"], jobs=_NAMES),

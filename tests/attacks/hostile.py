@@ -112,7 +112,7 @@ class Hostile:
         for size in (100_000, 10_000):
             one = dict(job, array={"indices": list(range(size))})
             self._ask("POST", "/v1/submit", json.dumps({"request_id": "", "jobs": [one]}).encode())
-        self._ask("POST", "/v1/submit", json.dumps({"request_id": "", "jobs": [job] * 1000}).encode())
+        self._ask("POST", "/v1/submit", json.dumps({"request_id": "", "jobs": [job] * 250}).encode())
         self._ask("POST", "/v1/cancel", json.dumps({"jobs": [], "filters": {"state": "PENDING"}}).encode())
 
     def frames(self) -> None:

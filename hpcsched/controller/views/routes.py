@@ -59,7 +59,7 @@ KEY_HEADER = "idempotency-key"
 UNREPEATABLE = frozenset({"/v1/tokens/create", "/v1/sessions/link", "/v1/sessions/open", "/v1/sessions/close"})
 LONG_AT_ONCE, ALL_LONG_AT_ONCE = 1, 2  # concurrent slow answers, per account and in total
 FEW_JOBS = 20  # per request: it waits for no other request
-MAX_JOBS = 1000  # per request: other requests wait until all of them are checked
+MAX_JOBS = 250  # per request: other requests wait until all of them are checked and on disk
 # No job's events record who changed these, so the log does.
 ADMINS_PATHS = (
     "/v1/nodes/",
