@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcsched import client
+from hpcsched.controller.views.routes import MAX_JOBS
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import ArraySpec, JobSpec
@@ -168,8 +169,9 @@ def _noop(cluster: LocalCluster, **fields: object) -> JobSpec:
 
 
 def _submit(cluster: LocalCluster, specs: list[JobSpec]) -> None:
-    body = {"request_id": uuid.uuid4().hex, "jobs": [spec_to_json(spec) for spec in specs]}
-    client.call("POST", "/v1/submit", body, where=cluster.api_socket)
+    for first in range(0, len(specs), MAX_JOBS):
+        jobs = [spec_to_json(spec) for spec in specs[first : first + MAX_JOBS]]
+        client.call("POST", "/v1/submit", {"request_id": uuid.uuid4().hex, "jobs": jobs}, where=cluster.api_socket)
 
 
 def _wait_until_idle(cluster: LocalCluster) -> None:
