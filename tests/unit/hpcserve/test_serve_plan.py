@@ -246,8 +246,16 @@ def test_facts_that_make_no_sense_are_refused(change, words):
 
 @pytest.mark.parametrize(
     ("measured", "again"),
-    [([], False), ([50], False), ([50, 120], False), ([50, 60], True), ([100, 130, 140], True), ([50, 60, 100], False)],
-    ids=["none", "once", "once more", "twice slower", "twice faster", "right again"],
+    [
+        ([], False),
+        ([50], False),
+        ([50, 120], False),
+        ([100, 50], False),
+        ([50, 60], True),
+        ([100, 130, 140], True),
+        ([50, 60, 100], False),
+    ],
+    ids=["none", "once", "once more", "now", "twice slower", "twice faster", "right again"],
 )
 def test_a_wrong_prediction_leads_to_a_new_plan_the_second_time(measured, again):
     assert replan(100, measured) is again
