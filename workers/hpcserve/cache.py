@@ -44,7 +44,11 @@ class KvCache:
 
     def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return keys and values [groups, positions, head_dim] of these positions."""
-        return self.keys[layer][slots].transpose(0, 1), self.values[layer][slots].transpose(0, 1)
+        if isinstance(slots, slice):
+            return self.keys[layer][slots].transpose(0, 1), self.values[layer][slots].transpose(0, 1)
+        # Several times faster than an index in brackets.
+        keys, values = self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def run_of(blocks: Sequence[int], start: int, stop: int) -> tuple[int, int] | None:
