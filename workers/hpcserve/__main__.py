@@ -1,4 +1,6 @@
-"""The commands of hpcserve: `python -m hpcserve run|plan|quantize|prune|perplexity|hash ...`.
+"""The commands of hpcserve.
+
+`python -m hpcserve run|plan|quantize|prune|perplexity|hash ...`
 
 `hserve` and the jobs of services run them. Exit statuses: 0, 1 if the command failed or the model does not fit, 2 for wrong
 options.

@@ -99,7 +99,10 @@ class ChatTemplate:
         return str(answer["text"])
 
     async def _exchange(self, asked: bytes) -> dict[str, Any]:
-        """Send a rendering to the process, which is started if there is none, and return its answer."""
+        """Send a rendering to the process, and return its answer.
+
+        The process is started if there is none.
+        """
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -140,7 +143,10 @@ async def _send(process: asyncio.subprocess.Process, content: bytes) -> None:
 
 
 def _source(directory: Path, setting: Any) -> str | None:
-    """Return the source of a model's template: a file of its own, or a setting that may have several by name."""
+    """Return the source of a model's template.
+
+    It is a file of its own, or a setting that may have several by name.
+    """
     path = directory / "chat_template.jinja"
     try:
         if path.stat().st_size > MOST_TEMPLATE_BYTES:
@@ -199,7 +205,10 @@ def _now(form: str) -> str:
 
 
 def serve_renderings(asked: BinaryIO, answers: BinaryIO) -> None:
-    """Read a template and then its values, one after the other; write each text, or why there is none."""
+    """Read a template and then its values, one after the other.
+
+    Write each text, or why there is none.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -27,7 +27,10 @@ LIMITS = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, step_
 
 
 class Grammar:
-    """Makes states of sequences for one tokenizer, whose vocabulary is padded to `vocabulary` tokens."""
+    """Makes states of sequences for one tokenizer.
+
+    Its vocabulary is padded to `vocabulary` tokens.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, vocabulary: int) -> None:
         self._tokenizer = tokenizer
@@ -70,7 +73,9 @@ class GrammarState:
         self._matcher = matcher
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens of the vocabulary may come next; the end tokens alone when the text is complete.
+        """Return which tokens of the vocabulary may come next.
+
+        When the text is complete, these are the end tokens alone.
 
         Raises:
             InvalidRequest: the schema needs too much work.

@@ -234,7 +234,10 @@ def drawn(scaled: Tensor, settings: SamplingSettings, number: float) -> int:
 
 
 def likely(chances: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return tokens among which are all that top-p and min-p leave: few, so that these can be sorted."""
+    """Return tokens among which are all that top-p and min-p leave.
+
+    They are few, so that they can be sorted.
+    """
     enough = settings.top_p * chances.sum(dtype=torch.float64)
     for least in LIKELY:
         found = (chances >= max(least, settings.min_p)).nonzero()[:, 0]

@@ -69,7 +69,9 @@ class TextTokenizer:
         return made
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the tokens of a text; `add_special` adds what the model expects around it, such as BOS.
+        """Return the tokens of a text.
+
+        `add_special` adds what the model expects around it, such as BOS.
 
         Raises:
             InvalidRequest: the text has half of a surrogate pair.
@@ -81,7 +83,10 @@ class TextTokenizer:
             raise InvalidRequest("cannot read the text: it has half of a surrogate pair; send valid Unicode") from None
 
     def harmless(self, text: str) -> str:
-        """Return a text that `encode_cut` reads without control tokens, such as a user's part of a conversation."""
+        """Return a text that `encode_cut` reads without control tokens.
+
+        Such as a user's part of a conversation.
+        """
         for number in self.special:
             word = self.added[number]
             if len(word) > 1 and word in text:
@@ -159,7 +164,10 @@ class StopScanner:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that can be sent; sets `found` at the first stop string, whose text is dropped."""
+        """Return the text that can be sent.
+
+        Sets `found` at the first stop string, whose text is dropped.
+        """
         if self.found is not None:
             return ""
         if not self._stops:
@@ -192,7 +200,10 @@ def begun(text: str, words: Iterable[str]) -> int:
 
 
 def _byte_letters() -> dict[str, bytes]:
-    """Return the letter that stands for each byte in byte-level tokenizers, as GPT-2 defined them."""
+    """Return the letter that stands for each byte in byte-level tokenizers.
+
+    Source: GPT-2.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = [*map(chr, printable), *(chr(256 + index) for index in range(len(others)))]
@@ -203,7 +214,10 @@ BYTE_OF = _byte_letters()
 
 
 def _decoder_kind(decoder: dict[str, Any] | None) -> tuple[bool, bool]:
-    """Return whether tokens are byte-level letters, and whether they mark spaces as SentencePiece does."""
+    """Return whether tokens are byte-level letters, and whether they mark spaces.
+
+    Marks of spaces are SentencePiece's.
+    """
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
     if unknown := kinds - {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}:
@@ -223,7 +237,10 @@ def _end_tokens(directory: Path, backend: Tokenizer) -> set[int]:
 
 
 def word_of(value: Any) -> str:
-    """Return the text of a token as tokenizer_config.json gives it: a text, or an object with `content`."""
+    """Return the text of a token as tokenizer_config.json gives it.
+
+    That is a text, or an object with `content`.
+    """
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

@@ -161,7 +161,9 @@ class TensorHashes:
             raise ModelFileError(f"cannot read {str(path)!r}: it has no hashes of tensors") from None
 
     def is_right(self, name: str, part: Tensor, axis: int, start: int, length: int) -> bool:
-        """Return whether all whole runs of a part are as they were; the part starts at `start` of `length` on an axis.
+        """Return whether all whole runs of a part are as they were.
+
+        The part starts at `start` of `length` on an axis.
 
         Raises:
             ModelFileError: the file has no such hashes.
@@ -217,7 +219,9 @@ class WeightFiles:
     """The open weight files of a model; `bytes_read` counts what was read of tensors."""
 
     def __init__(self, directory: Path, *, verified: bool = True) -> None:
-        """Open all files and check their headers; `verified`: what is read must have its hash, if the model has hashes.
+        """Open all files and check their headers.
+
+        `verified`: what is read must have its hash, if the model has hashes.
 
         Raises:
             ModelFileError: a file is missing, damaged, truncated or not supported.

@@ -411,7 +411,7 @@ def run_child(words: Sequence[str]) -> int:
     """Run a command of hpcserve, which needs torch, and return its exit status."""
     import subprocess
 
-    return subprocess.run([sys.executable, "-m", "hpcserve", *words], check=False).returncode
+    return subprocess.run([sys.executable, "-P", "-m", "hpcserve", *words], check=False).returncode
 
 
 VERBS = {"start": _ls, "ls": _ls, "scale": _scale, "roll": _ls, "stop": _stop, "test": _test, "usage": _usage}

@@ -158,7 +158,7 @@ def read_version(tx: Transaction, identity: Identity, body: Json, label: str, na
     if not isinstance(model, str) or not model or len(model) > MAX_MODEL_CHARS or not model.isprintable():
         raise RequestError(f"cannot serve this model: name it with 1 to {MAX_MODEL_CHARS} printable characters")
     spec = spec_from_json(body.get("job"))
-    if spec.array is not None or spec.components or spec.dependency or not spec.script:
+    if spec.array is not None or spec.components or spec.dependency or not spec.has_script:
         raise RequestError(
             "cannot start a service of this job: it needs a script, and can have no array, components, dependency"
         )

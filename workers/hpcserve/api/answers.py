@@ -122,7 +122,10 @@ class AnswerForm:
         return made
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token alone; of a part of a character its bytes, as OpenAI writes them."""
+        """Return the text of a token alone.
+
+        Of a part of a character these are its bytes, as OpenAI writes them.
+        """
         content = self.tokenizer.token_bytes(token)
         try:
             return content.decode()

@@ -50,7 +50,9 @@ def create_app(
     limits: ApiLimits = ApiLimits(),
     why_not_ready: Callable[[], str | None] = lambda: None,
 ) -> Starlette:
-    """Return the application that serves a model by this name; `version` is its `system_fingerprint`.
+    """Return the application that serves a model by this name.
+
+    `version` is its `system_fingerprint`.
 
     `why_not_ready` returns what the model waits for, until it can answer.
     """
@@ -74,7 +76,10 @@ def create_app(
 
 
 def server_config(app: Starlette, *, host: str = "127.0.0.1", port: int = 0, uds: str | None = None) -> uvicorn.Config:
-    """Return the settings of uvicorn for the application: bounded, and with a log of its own requests off."""
+    """Return the settings of uvicorn for the application.
+
+    They are bounded, and uvicorn logs no requests.
+    """
     return uvicorn.Config(
         app,
         host=host,
@@ -270,7 +275,10 @@ class ModelApi:
 
 
 def metrics_text(values: Mapping[str, float]) -> str:
-    """Return series of the model in the text format of Prometheus; what is not the name of a series is left out."""
+    """Return series of the model in the text format of Prometheus.
+
+    What is not the name of a series is left out.
+    """
     families: dict[str, list[str]] = {}
     histograms = {series.partition("_bucket{le=")[0] for series in values if "_bucket{le=" in series}
     for series, value in values.items():

@@ -125,7 +125,9 @@ class Choice:
 async def generated(
     choices: Sequence[Choice], engine: TokenEngine, silence_s: float
 ) -> AsyncIterator[tuple[Choice, TextDelta] | None]:
-    """Yield the deltas of choices that are generated at once; None after each `silence_s` without one.
+    """Yield the deltas of choices that are generated at once.
+
+    Yields None after each `silence_s` without a delta.
 
     Closing the iterator cancels all of them.
     """

@@ -128,7 +128,9 @@ async def read_json_body(request: Request, limits: ApiLimits) -> Any:
 
 
 def parse_json(content: bytes, depth: int) -> Any:
-    """Return the value of a JSON text: finite numbers and valid Unicode only, nested at most `depth` deep.
+    """Return the value of a JSON text.
+
+    Numbers are finite, Unicode is valid, and values are nested at most `depth` deep.
 
     Raises:
         ApiError: it is something else.
@@ -198,7 +200,10 @@ def load_keys(path: Path) -> list[ApiKey]:
 
 
 class KeyUse:
-    """What the holder of a key uses: two buckets that fill up evenly, and the requests under way."""
+    """What the holder of a key uses.
+
+    Two buckets that fill up evenly, and the requests under way.
+    """
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.key = key

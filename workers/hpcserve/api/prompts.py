@@ -129,7 +129,10 @@ class PromptMaker:
         return prompts
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as chat templates expect it: harmless text in one piece, arguments of calls as objects."""
+        """Return a message as chat templates expect it.
+
+        Its text is harmless and in one piece, arguments of calls are objects.
+        """
         made = {key: value for key, value in message.items() if value is not None}
         if made["role"] == "developer":
             made["role"] = "system"
@@ -211,7 +214,9 @@ RESERVED = frozenset({"messages", "tools"})
 
 
 def answer_schema(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the JSON schema that the text of a chat's answer must satisfy; None if it is free.
+    """Return the JSON schema that the text of a chat's answer must satisfy.
+
+    None if it is free.
 
     Raises:
         InvalidRequest: it names a tool that the request does not have.

@@ -299,7 +299,10 @@ def _wrong(path: str, why: str) -> InvalidRequest:
 
 
 def _check_any(value: Any, choices: list[Schema], path: str) -> None:
-    """Check a value against alternatives; the error is of the alternative that has the value's type, if one has."""
+    """Check a value against alternatives.
+
+    The error is of the alternative that has the value's type, if one has.
+    """
     errors = []
     for choice in choices:
         try:

@@ -33,7 +33,10 @@ class ToolCall:
 
 
 class ToolReader:
-    """Separates calls from text that comes in pieces: text before the first mark is passed on at once."""
+    """Separates calls from text that comes in pieces.
+
+    Text before the first mark is passed on at once.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
@@ -130,7 +133,10 @@ def either(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 
 
 def _moved(schema: Any, prefix: str) -> Any:
-    """Return a copy of a schema whose definitions have names of their own, because they move to the root."""
+    """Return a copy of a schema whose definitions have names of their own.
+
+    They move to the root.
+    """
     if isinstance(schema, list):
         return [_moved(item, prefix) for item in schema]
     if not isinstance(schema, Mapping):

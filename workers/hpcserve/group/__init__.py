@@ -1,4 +1,6 @@
-"""The ranks that serve one copy of a model together, and how requests survive the loss of some.
+"""The ranks that serve one copy of a model together.
+
+Requests survive the loss of some of them.
 
     arrange    which ranks form a generation, and which part each of them gets (pure)
     links      sums, hidden states, steps and results between ranks

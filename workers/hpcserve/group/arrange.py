@@ -150,7 +150,10 @@ class GroupArrangement:
         return self._plans[key]
 
     def _node(self, member: Member) -> ServeNode:
-        """Return a member as the planner sees it, with what it measured when it joined, or what it did since."""
+        """Return a member as the planner sees it.
+
+        With what it measured when it joined, or what it did since.
+        """
         rate = self._measured.get(member.number) or positive(member.offer.get("kernel_bytes_s"))
         return replace(node_facts(member), kernel_bytes_s={self._settings.kind: rate} if rate else {})
 
@@ -188,7 +191,10 @@ def node_facts(member: Member) -> ServeNode:
 
 
 def links_between(members: Sequence[Member]) -> LinkTable:
-    """Return the links between members: those on one host share memory, others are taken as 1 Gbit/s."""
+    """Return the links between members.
+
+    Those on one host share memory, others are taken as 1 Gbit/s.
+    """
     pairs = [
         (one, other)
         for one, other in itertools.combinations(members, 2)

@@ -114,7 +114,7 @@ class ServeFront:
         self._leader_slot = -1
         self._predicted = 0.0  # tokens/s of one stream; 0: unknown
         self._losses = 0  # since a generation was ready
-        command = [sys.executable, "-m", "hpcserve.group.rank", str(settings.directory)]
+        command = [sys.executable, "-P", "-m", "hpcserve.group.rank", str(settings.directory)]
         self.launcher = RankLauncher(command, environ)
 
     @property

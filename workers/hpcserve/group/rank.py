@@ -168,7 +168,10 @@ class ServeRank:
         }
 
     def _speed(self, cores: int) -> Message:
-        """Return how fast this rank reads and computes weights of the kind that it will hold, if a planner asks."""
+        """Return how fast this rank reads and computes weights, if a planner asks.
+
+        The weights are of the kind that it will hold.
+        """
         kind = self._environ.get("HPCSERVE_MEASURE", "")
         if not kind:
             return {}
