@@ -465,7 +465,8 @@ class ModelGateway:
                 done()
 
         answer = StreamingResponse(body(), head.status_code)
-        kept = (b"content-type", b"retry-after", b"x-request-id", b"openai-processing-ms")
+        kept = [b"content-type", b"retry-after", b"x-request-id", b"openai-processing-ms"]
+        kept += [] if meter.is_stream else [b"content-length"]  # the body of a stream is changed
         named = [(name.lower(), value) for name, value in head.headers if name.lower() in kept]
         safe = [(name.encode(), value.encode()) for name, value in SAFE_HEADERS.items()]
         answer.raw_headers = [*named, *safe, (b"x-hpcsched-replica", f"{replica.job}@{replica.version}".encode())]

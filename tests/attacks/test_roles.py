@@ -91,7 +91,7 @@ REQUESTS: dict[Action, Any] = {
     Action.REACH_JOB: lambda job: ("POST", "/v1/reach", {"job": str(job)}),  # of a waiting job: nothing is prepared
     Action.RUN_STEP: lambda job: ("STEP", str(job), None),  # at the steps socket
 }
-REFUSALS = ("needs the role", "it belongs to")
+REFUSALS = ("needs the role", "it belongs to", "that you may use")
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,16 @@ def submit(cluster: LocalCluster, user: str, begin_at_s: int = 4_000_000_000, **
     return int(answer["jobs"][0]["job_id"])
 
 
+def submit_and_serve(cluster: LocalCluster, user: str) -> int:
+    """Return the number of a new job of the user, who also has service `of-NUMBER`, which has no replicas."""
+    number = submit(cluster, user)
+    job = {"name": "j", "script": "#!/bin/sh\n", "work_dir": "/tmp"}
+    body = {"name": f"of-{number}", "model": "/models/none", "job": job, "least": 0}
+    answer = as_user(user, partial(client.call, "POST", "/v1/services/start", body, where=cluster.api_socket))
+    assert not isinstance(answer, str), answer
+    return number
+
+
 def records(cluster: LocalCluster) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = client.call("GET", "/v1/audit?limit=5000", where=cluster.api_socket)["records"]
     return found
@@ -145,9 +155,9 @@ def records(cluster: LocalCluster) -> list[dict[str, Any]]:
 def test_a3_a5_each_cell_of_the_table_holds_at_the_socket(cluster: LocalCluster, role: Role) -> None:
     user = USERS[role]
     may_submit = MATRIX[Action.SUBMIT][role] is not Reach.NONE
-    jobs = {Reach.ACCOUNT: submit(cluster, OWNER), Reach.ALL: submit(cluster, STRANGER)}
+    jobs = {Reach.ACCOUNT: submit_and_serve(cluster, OWNER), Reach.ALL: submit_and_serve(cluster, STRANGER)}
     if may_submit:
-        jobs[Reach.OWN] = submit(cluster, user)
+        jobs[Reach.OWN] = submit_and_serve(cluster, user)
     wrong = []
     extents = list(Reach)
     for action, request in REQUESTS.items():

@@ -15,12 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcsched import client
+from hpcsched import client, paths
 from hpcsched.cli.output import print_json, run_command
 from hpcsched.cli.process import work_dir
 from hpcsched.client import Json
 from hpcsched.client.protocol import Send
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, nearest
+from hpcsched.config.load import load_gateway
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers
 from hpcsched.jobscript.options import parse_command_line
@@ -394,8 +395,7 @@ def ask_model(body: Json) -> Json:
     """Return the answer to a chat request at the gateway. Raises HpcschedError."""
     from hpcsched.client import https  # ssl takes longer to import than all else
 
-    url = os.environ.get(https.URL, "") or str(client.call("GET", "/v1/config")["gateway"]["url"])
-    endpoint = https.find_endpoint(url)._replace(prefix="")
+    endpoint = https.find_endpoint(os.environ.get(https.URL, "") or gateway_url())._replace(prefix="")
     reply = https.perform(endpoint, Send("POST", "/v1/chat/completions", body, TEST_S))
     try:
         answer: Json = json.loads(reply.body)
@@ -405,6 +405,16 @@ def ask_model(body: Json) -> Json:
     except (ValueError, KeyError, TypeError):
         why = f"the gateway answers with status {reply.status}"
     raise RequestError(f"cannot ask model {clean(body['model'])}: {clean(why)}")
+
+
+def gateway_url() -> str:
+    """Return the gateway's address: its url, or where it listens on this host."""
+    if url := str(client.call("GET", "/v1/config")["gateway"]["url"]):
+        return url
+    from hpcsched.cli.admin.daemon import gateway_address  # brings the whole controller along
+
+    settings = load_gateway(paths.find_config_dir(os.environ, os.getuid()))
+    return gateway_address(settings.address, settings.port, {})[0]
 
 
 def run_child(words: Sequence[str]) -> int:

@@ -1237,6 +1237,7 @@ class ControllerBackend(Reading):
         return {
             "config": shown,
             "cost": _cost_view(config.cost),
+            "gateway": {"url": config.gateway.url},
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 
