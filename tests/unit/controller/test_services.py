@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jobs import spec
 
 from hpcsched.controller.requests import services
 from hpcsched.errors import ConflictError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
+from hpcsched.model.accounting import ServiceUse
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.job import JobState
 from hpcsched.model.service import Audience, Service
@@ -75,7 +77,9 @@ def test_a_refused_replica_is_tried_again_and_its_service_says_why() -> None:
     cluster.tick()
     assert "a replica is refused: cannot submit a job: no partition" in cluster.state.services["chat"].problem
     cluster.state.partitions = {"main": partition}
-    cluster.tick(31.0)
+    cluster.tick(29.0)
+    assert len(jobs_of(cluster)) == 2
+    cluster.tick(2.0)
     assert len(jobs_of(cluster)) == 3
     assert cluster.state.services["chat"].problem == ""
 
@@ -129,6 +133,31 @@ def test_a_service_of_another_is_neither_scaled_nor_stopped_nor_asked() -> None:
         services.use(cluster.state, BOB, {"name": "chat"})
     assert services.use(cluster.state, ANN, {"name": "chat"})["service"] == "chat"
     assert services.use(cluster.state, ROOT, {"name": "chat"})["user"] == "root"
+
+
+def test_the_gateway_reaches_running_replicas_of_the_named_service_alone() -> None:
+    cluster = Cluster("n1")
+    (replica,) = (one.job_id for one in start(cluster).replicas)
+    other = cluster.submit()
+    cluster.tick()
+    with pytest.raises(NotFoundError, match=f"job {replica} does not run"):
+        services.find_replica(cluster.state, {"name": "chat", "job": replica})
+    for job_id in (replica, other):
+        cluster.run(job_id)
+    service, job = services.find_replica(cluster.state, {"name": "chat", "job": replica})
+    assert (service.name, job.id) == ("chat", replica)
+    for body in ({"name": "chat", "job": int(other)}, {"name": "none", "job": replica}, {"name": "chat", "job": "1"}):
+        with pytest.raises(NotFoundError, match="the service has no such one"):
+            services.find_replica(cluster.state, body)
+
+
+def test_others_see_no_usage_model_or_problem_of_a_service() -> None:
+    cluster = Cluster("n1")
+    service = replace(start(cluster), problem="it ended")
+    seen = [services.service_view(cluster.state, who, service, None) for who in (ANN, BOB)]
+    assert [(one["problem"], one["versions"][0]["model"]) for one in seen] == [("it ended", "/models/tiny"), ("", None)]
+    used = ServiceUse("chat", "ann", "lab", 0, 1, 1, 1)
+    assert [services.sees_use(cluster.state, who, used) for who in (ANN, BOB, ROOT)] == [True, False, True]
 
 
 def test_a_service_open_to_all_is_asked_by_all_and_managed_by_its_owner() -> None:
