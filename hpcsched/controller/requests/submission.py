@@ -185,9 +185,8 @@ async def looked_at(cluster: ClusterState, identity: Identity, specs: list[JobSp
     for spec in specs:
         with suppress(HpcschedError):
             partitions, reservation = _requested(cluster, identity, spec, now_s)
-            for partition in partitions:
-                looks.why_not(request_of(spec, partition, time_limit_s=spec.time_limit_s), partition, reservation)
-                await breaks.between()
+            possible_partitions(cluster, spec, partitions, spec.time_limit_s, reservation, looks)
+        await breaks.between()
     return looks
 
 

@@ -268,7 +268,9 @@ class ControllerBackend(Reading):
                     )
         seen = self._controller.store.request_jobs
         self._count_submitted(identity.uid, 0)
-        looks = await submission.looked_at(self._cluster, identity, specs, self._clock())
+        looks = None  # a single job is tried in the tick alone
+        if len(specs) > 1:
+            looks = await submission.looked_at(self._cluster, identity, specs, self._clock())
         jobs = await self._change(
             identity, Action.SUBMIT, lambda tx: submission.submit(tx, identity, request_id, specs, seen, looks)
         )
