@@ -144,17 +144,15 @@ class _PriceWaits:
             self.held[job.id] = wait
             if is_open and wait.expected_start_s is not None and current.reserve_from(job, wait.expected_start_s):
                 self._slots_left[key] -= 1
-        elif is_open and self._is_kept_waiting(job):
+        elif is_open and not self._try_to_start(job):
             self._slots_left[key] = 0
             if is_cheap:
                 current.reserve_from(job, current.snapshot.now_s)
 
-    def _is_kept_waiting(self, job: PendingJob) -> bool:
-        """Start `job` if it can start; say whether other jobs prevent it."""
+    def _try_to_start(self, job: PendingJob) -> bool:
+        """Start `job` if it can start; return False if other jobs prevent it."""
         current = self._current
-        if current.limits.why_not(job) is not None:
-            return False
-        return not current.start_now(job) and job.id not in current.waits
+        return current.limits.why_not(job) is not None or current.start_now(job) or job.id in current.waits
 
     def _wait(self, job: PendingJob, is_open: bool) -> Wait | None:
         """Return the wait of `job` for cheap hours; None: it does not wait for them.
