@@ -30,8 +30,7 @@ from hpcsched.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
 _TABLES = (
-    "hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hreport", "hsh", "hshare", "hsim", "htunnel",
-    "hwhy",
+    "hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hreport", "hsh", "hshare", "hsim", "htunnel", "hwhy"
 )  # fmt: skip
 _SLURMS = {
     "sacct": "hacct", "sattach": "slurm.sattach", "scancel": "hcancel", "scontrol": "slurm.scontrol", "sinfo": "hinfo",
