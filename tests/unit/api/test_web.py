@@ -8,7 +8,7 @@ import gc
 import json
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -346,26 +346,37 @@ async def test_bodies_that_are_not_complete_are_bounded_in_sum() -> None:
         one.close()
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _only_connection(server: web.Server) -> weakref.ref[web.Connection]:
+    (connection,) = server.connections
+    return weakref.ref(connection)
+
+
+async def _turns_of_the_loop() -> None:
+    for _ in range(20):  # in which the server notices what its client did
+        await asyncio.sleep(0)
+
+
 @played
 async def test_the_body_of_a_lost_connection_is_freed_without_garbage_collection() -> None:
     server = web.Server(web.Router(ROUTES), _refusal)
-    ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    gc.disable()
-    try:
-        with ours:
-            _, connection = await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
-            await loop.sock_sendall(ours, b"POST /echo HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + 1000 * b"x")
-            while connection._coming is None:
+    with _no_garbage_collection():
+        with await _connected(server) as ours:
+            head = b"POST /echo HTTP/1.1\r\nContent-Length: 100000\r\n\r\n"
+            await asyncio.get_running_loop().sock_sendall(ours, head + 1000 * b"x")
+            lost = _only_connection(server)
+            while lost()._coming is None:
                 await asyncio.sleep(0)
-            lost = weakref.ref(connection)
-            del connection
-        while server.connections:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await _turns_of_the_loop()
         assert lost() is None
-    finally:
-        gc.enable()
 
 
 class _Held:
@@ -389,24 +400,15 @@ async def test_e1_a_cancelled_answer_is_freed_without_garbage_collection(waits_f
                 await pauses.take()
 
     server = web.Server(web.Router([web.get("/jobs", list_jobs)]), _refusal)
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    loop = asyncio.get_running_loop()
-    gc.disable()
-    try:
+    with _no_garbage_collection():
         async with slots.turn(1) if waits_for == "turn" else contextlib.AsyncExitStack():
-            with ours:
-                _, connection = await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
-                await loop.sock_sendall(ours, b"GET /jobs HTTP/1.1\r\n\r\n")
+            with await _connected(server) as ours:
+                await asyncio.get_running_loop().sock_sendall(ours, b"GET /jobs HTTP/1.1\r\n\r\n")
                 await begun.wait()
-                lost = weakref.ref(connection)
-                del connection
-            for _ in range(20):  # turns of the loop, in which the server notices
-                await asyncio.sleep(0)
+                lost = _only_connection(server)
+            await _turns_of_the_loop()
             assert not server.connections
             assert (held[0](), lost()) == (None, None)
-    finally:
-        gc.enable()
 
 
 @played
@@ -417,23 +419,15 @@ async def test_e1_a_cancelled_answer_is_freed_without_garbage_collection(waits_f
 )
 async def test_e1_a_refused_connection_is_freed_without_garbage_collection(request_bytes: bytes) -> None:
     server = web.Server(web.Router(ROUTES), _refusal)
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
     loop = asyncio.get_running_loop()
-    gc.disable()
-    try:
-        with ours:
-            _, connection = await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
-            lost = weakref.ref(connection)
-            del connection
+    with _no_garbage_collection():
+        with await _connected(server) as ours:
+            lost = _only_connection(server)
             await loop.sock_sendall(ours, request_bytes)
             while await loop.sock_recv(ours, 1 << 16):
                 pass
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await _turns_of_the_loop()
         assert lost() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(
