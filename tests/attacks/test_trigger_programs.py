@@ -26,11 +26,12 @@ ROOT = Path(__file__).parents[2]
 UID = os.geteuid()
 FETCHERS = {"aiohttp", "ftplib", "http.client", "httpx", "requests", "smtplib", "urllib.request", "urllib3"}
 # Logins ask the OpenID provider, the recorder writes to the server, and alerts go to the receivers, that the administrator has
-# configured.
+# configured; the demo asks its own service at a socket.
 OF_ADMINISTRATORS = [
     ("hpcsched/alerts/sending.py", "http.client"),
     ("hpcsched/alerts/sending.py", "smtplib"),
     ("hpcsched/controller/credentials.py", "http.client"),
+    ("hpcsched/demo/serving.py", "http.client"),
     ("hpcsched/gateway/app.py", "httpx"),
     ("hpcsched/recorder/remote_write.py", "http.client"),
 ]

@@ -225,9 +225,11 @@ def test_every_page_of_the_queue_is_shown_once(served: Served, work_dir: Path) -
     from hpcsched.gateway.slurmrestd import PAGE_JOBS
 
     spec = {"name": "paged", "script": "#!/bin/sh\n:\n", "work_dir": str(work_dir), "hold": True}
-    status, made, _ = served.ask("POST", "/api/v1/submit", {"jobs": [spec] * (2 * PAGE_JOBS + 1)})
-    assert status == 200, made
-    wanted = [job["job_id"] for job in made["jobs"]]
+    wanted: list[int] = []
+    for count in (PAGE_JOBS, PAGE_JOBS, 1):
+        status, made, _ = served.ask("POST", "/api/v1/submit", {"jobs": [spec] * count})
+        assert status == 200, made
+        wanted += [job["job_id"] for job in made["jobs"]]
     listed = [job["job_id"] for job in served.ask("GET", "/slurm/v0.0.44/jobs/")[1]["jobs"] if job["name"] == "paged"]
     assert sorted(listed) == sorted(wanted)
     states = {job["job_id"]: job["state"] for job in served.ask("GET", "/slurm/v0.0.44/jobs/state/")[1]["jobs"]}

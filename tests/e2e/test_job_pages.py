@@ -18,7 +18,7 @@ from playwright.sync_api import Page, expect
 from served_job import Browser, submit
 from waiting import PATIENCE_S
 
-from hpcsched.gateway.site import HERE
+SCRIPTS = Path(__file__).parents[2] / "etc/templates"
 
 pytestmark = NEEDS_CHROMIUM
 expect.set_options(timeout=PATIENCE_S * 1000)
@@ -156,7 +156,7 @@ def test_a_terminal_shows_a_shell_and_never_markup(served: Served, page: Page) -
 
 def test_tensorboard_from_its_job_script_is_reached_without_a_port(served: Served) -> None:
     pytest.importorskip("tensorboard")
-    script = (HERE / "jobs" / "tensorboard.sh").read_text()
+    script = (SCRIPTS / "tensorboard.sh").read_text()
     first, rest = script.split("\nsocket=", 1)
     name = served.base / "tensorboard.sh"
     name.write_text(f"{first}\nexport PATH={Path(sys.executable).parent}:$PATH\nsocket={rest}")

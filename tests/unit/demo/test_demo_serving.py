@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import threading
 from pathlib import Path
@@ -23,8 +24,9 @@ def answered(path: Path, content: bytes) -> StreamedAnswer:
     def serve() -> None:
         connection, _ = listener.accept()
         with connection:
-            while b"\r\n\r\n" not in connection.recv(1 << 16):
-                pass
+            with connection.makefile("rb") as request:
+                headers = http.client.parse_headers(request) if request.readline() else {}
+                request.read(int(headers["content-length"]))
             connection.sendall(content)
 
     threading.Thread(target=serve, daemon=True).start()
