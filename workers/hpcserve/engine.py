@@ -47,7 +47,6 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 LONGEST_RETRY_S = 60.0
 WEIGHT = 0.1  # of a new interval between the ends of requests
 
-NO_NUMBERS = "the model's logits are not numbers, or its grammar allows no token"
 COUNTED = (
     "requests_rejected",
     "requests_cancelled",
@@ -172,10 +171,19 @@ class EngineRequest:
         self.is_over = event.finish is not None
         self.outbox.append(event)
 
-    def fail(self, why: str) -> None:
+    def fail(self, error: ServeError) -> None:
         """Let the request end with an error."""
         self.is_over = True
-        self.outbox.append(ServeError(f"cannot continue request {self.sequence.request.id!r}: {why}"))
+        self.outbox.append(error)
+
+    def fail_without_numbers(self) -> None:
+        """Let the request end because its logits cannot be used."""
+        self.fail(
+            ServeError(
+                f"cannot continue request {self.sequence.request.id!r}: "
+                "the model's logits are not numbers, or its grammar allows no token"
+            )
+        )
 
     def take(self, choice: ChosenToken) -> None:
         """Add a chosen token; a token that ends the text is not sent."""
@@ -190,9 +198,17 @@ class EngineRequest:
         self.emit(TokenEvent(token=choice.token, logprob=choice.logprob, top=choice.top, finish=finish))
 
     def draws(self, planned: PlannedRow) -> list[TokenDraw]:
-        """Return how the tokens that follow a row are chosen: one, and one after each guess."""
+        """Return how the tokens that follow a row are chosen: one, and one after each guess.
+
+        A grammar that needs too much work ends its request alone.
+        """
         request = self.sequence.request
         if not planned.chooses or self.is_over or request.max_tokens == 0:
+            return []
+        try:
+            allowed = self.grammar.mask() if self.grammar is not None else None
+        except ServeError as error:
+            self.fail(error)
             return []
         first = planned.row.start + len(planned.row.tokens) - planned.proposals
         penalties = has_penalties(request.sampling)
@@ -203,7 +219,7 @@ class EngineRequest:
                 position=first + index,
                 prompt=self.prompt_counts,
                 generated=self.generated_counts if penalties else {},
-                allowed=self.grammar.mask() if self.grammar is not None else None,
+                allowed=allowed,
                 logprobs=request.logprobs,
             )
             for index in range(1 + planned.proposals)
@@ -215,7 +231,7 @@ class EngineRequest:
         tokens: list[int] = []
         for index, choice in enumerate(choices):
             if choice is None:
-                self.fail(NO_NUMBERS)
+                self.fail_without_numbers()
                 break
             self.take(choice)
             tokens.append(choice.token)
@@ -230,7 +246,7 @@ class EngineRequest:
         if request.prompt_logprobs and not request.sent and tokens:
             scores = score(logits[: len(tokens)], tokens, [request.logprobs or 0] * len(tokens))
             if any(math.isnan(logprob) for logprob, _ in scores):
-                self.fail(NO_NUMBERS)
+                self.fail_without_numbers()
             self.scores += scores[len(self.scores) - 1 - start :]  # some are known if the sequence was preempted
 
     def add_hidden(self, planned: PlannedRow, states: Tensor) -> None:
@@ -242,7 +258,7 @@ class EngineRequest:
             if bool(torch.isfinite(embedding).all()):
                 self.emit(TokenEvent(token=None, embedding=tuple(embedding.tolist()), finish="stop"))
             else:
-                self.fail(NO_NUMBERS)
+                self.fail_without_numbers()
 
 
 def can_guess(request: GenerateRequest) -> bool:

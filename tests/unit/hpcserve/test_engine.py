@@ -294,3 +294,28 @@ async def test_a_grammar_holds_all_tokens_also_those_after_sent_ones() -> None:
         assert tokens == sorted(set(tokens))
         assert len(tokens) >= VOCABULARY // 8
         assert await tokens_of(engine, request([1, 2], 20, sent=tuple(tokens[:1]), **fields)) == tokens[1:]
+
+
+@played
+async def test_a_grammar_that_needs_too_much_work_ends_its_request_alone() -> None:
+    class Heavy:
+        """Allows three tokens, and is too much work then."""
+
+        def __init__(self) -> None:
+            self.tokens = 0
+
+        def mask(self) -> Any:
+            if self.tokens == 3:
+                raise InvalidRequest("cannot follow the JSON schema: too much work")
+            return torch.ones(VOCABULARY, dtype=torch.bool)
+
+        def accept(self, token: int) -> None:
+            self.tokens += 1
+
+    async with engine_over(ToyRunner(), grammar=lambda schema: Heavy()) as engine:
+        heavy = engine.generate(request([1, 2, 3], 20, grammar={"type": "string"}))
+        other = engine.generate(request([4, 5, 6], 20))
+        with pytest.raises(InvalidRequest, match="too much work"):
+            await tokens_left(heavy)
+        assert await tokens_left(other) == toy_tokens([4, 5, 6], 20)
+        assert engine.metrics()["requests_failed_total"] == 1
