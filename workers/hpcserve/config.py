@@ -289,6 +289,8 @@ def _gpt2(fields: _Fields) -> ModelConfig:
     hidden = fields.number("n_embd")
     heads = fields.number("n_head")
     layers = fields.number("n_layer", most=MOST_LAYERS)
+    if hidden % heads:
+        raise ModelFileError(f"n_embd {hidden} has to be a multiple of n_head {heads}")
     for name, usual in (("scale_attn_by_inverse_layer_idx", False), ("scale_attn_weights", True)):
         if fields.flag(name, default=usual) is not usual:
             raise ModelFileError(f"{name} {not usual} is not supported")
@@ -444,9 +446,7 @@ def _check(config: ModelConfig) -> None:
             f"{config.heads} attention heads cannot be divided into {config.kv_groups} key-value heads: "
             "num_attention_heads has to be a multiple of num_key_value_heads"
         )
-    if config.family is ModelFamily.GPT2 and config.hidden % config.heads:
-        raise ModelFileError(f"n_embd {config.hidden} has to be a multiple of n_head {config.heads}")
-    if config.head_dim < 1 or (config.head_dim % 2 and not config.learned_positions):
-        raise ModelFileError(f"head_dim {config.head_dim} has to be an even number above 0")
+    if config.head_dim % 2 and not config.learned_positions:
+        raise ModelFileError(f"head_dim {config.head_dim} has to be an even number")
     if config.heads * config.head_dim > LARGEST_DIMENSION:
         raise ModelFileError(f"{config.heads} heads of {config.head_dim} are more than {LARGEST_DIMENSION}")

@@ -88,6 +88,12 @@ def test_an_impossible_value_is_refused(name: str) -> None:
         parse_config(values(**changes))
 
 
+@pytest.mark.parametrize("heads", [3, 128])
+def test_heads_that_do_not_divide_the_width_of_gpt2_are_refused(heads: int) -> None:
+    with pytest.raises(ModelFileError, match=f"n_embd 64 has to be a multiple of n_head {heads}"):
+        parse_config(values("gpt2", n_head=heads))
+
+
 def test_layers_without_experts_are_refused() -> None:
     with pytest.raises(ModelFileError, match="without experts"):
         parse_config(values("qwen3_moe", mlp_only_layers=[0]))
