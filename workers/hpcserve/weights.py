@@ -29,6 +29,7 @@ import itertools
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
 HEADER_LIMIT_BYTES = 100_000_000  # the format's own
 INDEX_LIMIT_BYTES = 100_000_000
 MOST_FILES = 4096
+MOST_AXES = 8
 STRIPE_BYTES = 8 << 20
 SHORTEST_RUN_BYTES = 2048  # of a row: shorter ones are cut out of whole rows
 SAMPLES_OF_A_FILE = 64
@@ -420,11 +422,14 @@ class _File:
         if not _stays_inside(path):
             raise ModelFileError(f"cannot read {self.path!r}: it is a link out of the model's directory")
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
         except OSError as error:
             raise ModelFileError(f"cannot read {self.path!r}: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            self.close()
+            raise ModelFileError(f"cannot read {self.path!r}: it is not a regular file")
         self._state = self._now()
-        self._header = b""
+        self._header = bytearray()
 
     def close(self) -> None:
         """Close the file."""
@@ -456,14 +461,13 @@ class _File:
             ModelFileError: the header is damaged, or the file is shorter than it says.
         """
         size = self._state[0]
-        head = os.pread(self._fd, LENGTH.size, 0)
-        length = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
+        length = LENGTH.unpack(self._bytes(0, LENGTH.size))[0] if size >= LENGTH.size else 0
         if not 2 <= length <= min(HEADER_LIMIT_BYTES, size - LENGTH.size):
             raise ModelFileError(
                 f"cannot read {self.path!r}: its header has {length} bytes and the file {size}; "
                 "it is truncated or not a safetensors file"
             )
-        content = os.pread(self._fd, length, LENGTH.size)
+        content = self._bytes(LENGTH.size, length)
         try:
             table = json.loads(content)
         except (ValueError, RecursionError):
@@ -481,6 +485,16 @@ class _File:
             name: StoredTensor(file=number, offset=first + start, shape=shape, dtype=dtype)
             for name, (start, _, shape, dtype) in spans.items()
         }
+
+    def _bytes(self, offset: int, count: int) -> bytearray:
+        """Return so many bytes from an offset on.
+
+        Raises:
+            ModelFileError: the file ends before.
+        """
+        content = bytearray(count)
+        self._fill(memoryview(content), offset)
+        return content
 
     def _fill(self, target: memoryview, offset: int) -> None:
         """Read as many bytes as the target has.
@@ -530,13 +544,14 @@ class _File:
             tensor[row : row + len(part)] = part[:, columns.start : columns.stop]
         return tensor, len(rows) * stride
 
-    def samples(self) -> Iterator[bytes]:
+    def samples(self) -> Iterator[bytes | bytearray]:
         """Yield the header and pieces from all over the file."""
         size = self._state[0]
         yield LENGTH.pack(size)
         yield self._header
         for index in range(SAMPLES_OF_A_FILE):
-            yield os.pread(self._fd, SAMPLE_BYTES, max(0, size - SAMPLE_BYTES) * index // (SAMPLES_OF_A_FILE - 1))
+            offset = max(0, size - SAMPLE_BYTES) * index // (SAMPLES_OF_A_FILE - 1)
+            yield self._bytes(offset, min(size, SAMPLE_BYTES))
 
 
 def _stays_inside(path: Path) -> bool:
@@ -569,7 +584,7 @@ def _checked(path: str, name: str, entry: Any, size: int) -> tuple[int, int, tup
         raise ModelFileError(f"{trouble} has no type, shape or offsets") from None
     if dtype is None:
         raise ModelFileError(f"{trouble} has type {entry['dtype']!r}; supported are {', '.join(TYPES)}")
-    if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
+    if len(shape) > MOST_AXES or not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
         raise ModelFileError(f"{trouble} has negative or broken offsets or shape")
     if stop - start != dtype.itemsize * math.prod(shape):
         raise ModelFileError(f"{trouble} has {stop - start} bytes, which is not the size of {list(shape)}")

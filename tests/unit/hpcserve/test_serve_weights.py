@@ -105,6 +105,7 @@ HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
     "huge": ({"x": entry(0, 4, [1 << 40, 1 << 40])}, b"1234", None, "not the size"),
     "type": ({"x": entry(0, 4, [4], "F8_E4M3")}, b"1234", None, "'F8_E4M3'; supported are"),
     "float_offset": ({"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1.0]}}, b"1", None, "broken"),
+    "axes": ({"x": entry(0, 1, [1] * 9)}, b"1", None, "broken"),
     "no_offsets": ({"x": {"dtype": "U8", "shape": [1]}}, b"1", None, "no type, shape or offsets"),
     "text": ({"x": "y"}, b"", None, "no type, shape or offsets"),
 }
@@ -183,6 +184,12 @@ def test_pickle_is_refused(tmp_path: Path) -> None:
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "neither")
     refused(tmp_path / "absent", "not a directory")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "fifo"])
+def test_what_is_not_a_regular_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "model.safetensors")
+    refused(tmp_path, "not a regular file")
 
 
 def test_links_out_of_the_directory_are_refused(directory: Path) -> None:
