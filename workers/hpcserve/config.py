@@ -172,22 +172,31 @@ def read_config(directory: Path) -> ModelConfig:
         ModelFileError: config.json is missing, damaged or describes an unsupported model.
     """
     path = directory / CONFIG_NAME
-    try:
-        with path.open("rb") as file:
-            content = file.read(CONFIG_LIMIT_BYTES + 1)
-        if len(content) > CONFIG_LIMIT_BYTES:
-            raise ModelFileError(f"cannot read {str(path)!r}: it is larger than {CONFIG_LIMIT_BYTES} bytes")
-        values = json.loads(content)
-    except OSError as error:
-        raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"cannot read {str(path)!r}: it is not JSON ({error})") from None
+    values = json_of(path, CONFIG_LIMIT_BYTES)
     if not isinstance(values, dict):
         raise ModelFileError(f"cannot read {str(path)!r}: it is not a JSON object")
     try:
         return parse_config(values)
     except ModelFileError as error:
         raise ModelFileError(f"cannot serve {str(directory)!r}: {error}") from None
+
+
+def json_of(path: Path, limit_bytes: int) -> Any:
+    """Return the value that a JSON file of a model has.
+
+    Raises:
+        ModelFileError: the file cannot be read, is too large or is not JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit_bytes + 1)
+        if len(content) > limit_bytes:
+            raise ModelFileError(f"cannot read {str(path)!r}: it is larger than {limit_bytes} bytes")
+        return json.loads(content)
+    except OSError as error:
+        raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"cannot read {str(path)!r}: it is not JSON ({error})") from None
 
 
 def parse_config(values: Mapping[str, Any]) -> ModelConfig:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcserve.config import CONFIG_NAME
+from hpcserve.config import CONFIG_NAME, json_of
 from hpcserve.errors import ModelFileError
 from hpcserve.split import Span
 
@@ -153,13 +153,10 @@ class TensorHashes:
             ModelFileError: it cannot be read, or has another form.
         """
         self.path = path
+        table = json_of(path, INDEX_LIMIT_BYTES)
         try:
-            if path.stat().st_size > INDEX_LIMIT_BYTES:
-                raise ModelFileError(f"cannot read {str(path)!r}: it is larger than {INDEX_LIMIT_BYTES} bytes")
-            self._axes = {name: (axes["rows"], axes["columns"]) for name, axes in json.loads(path.read_bytes()).items()}
-        except OSError as error:
-            raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self._axes = {name: (axes["rows"], axes["columns"]) for name, axes in table.items()}
+        except (KeyError, TypeError, AttributeError):
             raise ModelFileError(f"cannot read {str(path)!r}: it has no hashes of tensors") from None
 
     def is_right(self, name: str, part: Tensor, axis: int, start: int, length: int) -> bool:
@@ -394,14 +391,10 @@ def _shards(directory: Path) -> Mapping[str, frozenset[str] | None]:
 
 
 def _index(path: Path) -> Mapping[str, frozenset[str]]:
+    table = json_of(path, INDEX_LIMIT_BYTES)
     try:
-        if path.stat().st_size > INDEX_LIMIT_BYTES:
-            raise ModelFileError(f"cannot read {str(path)!r}: it is larger than {INDEX_LIMIT_BYTES} bytes")
-        table = json.loads(path.read_bytes())["weight_map"]
-        pairs = sorted((str(file), str(name)) for name, file in table.items())
-    except OSError as error:
-        raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pairs = sorted((str(file), str(name)) for name, file in table["weight_map"].items())
+    except (KeyError, TypeError, AttributeError):
         raise ModelFileError(f"cannot read {str(path)!r}: it has no weight_map") from None
     files = {
         file: frozenset(name for _, name in group) for file, group in itertools.groupby(pairs, key=lambda pair: pair[0])
