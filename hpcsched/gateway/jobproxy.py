@@ -415,8 +415,8 @@ class JobProxy:
             raise
 
         async def body() -> AsyncIterator[bytes]:
-            yield b""  # so that the head is sent before the first part
             try:
+                yield b""  # so that the head is sent before the first part
                 async for part in exchange.body():
                     yield part
             except (StreamError, h11.ProtocolError):

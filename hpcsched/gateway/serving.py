@@ -20,9 +20,8 @@ import re
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from statistics import median
 from typing import Any
@@ -291,18 +290,17 @@ class ModelGateway:
             self._may.popitem(last=False)
         return asker
 
-    @contextmanager
-    def _place(self, user: str) -> Any:
+    def _enter(self, user: str) -> None:
+        """Count a request of a user until `_leave`. Raises ModelError."""
         if self._active[user] >= MAX_ACTIVE_OF_USER:
             why = f"cannot answer now: {MAX_ACTIVE_OF_USER} of your requests are being answered"
             raise ModelError(429, why, "rate_limit_exceeded", RETRY)
         self._active[user] += 1
-        try:
-            yield
-        finally:
-            self._active[user] -= 1
-            if not self._active[user]:
-                del self._active[user]
+
+    def _leave(self, user: str) -> None:
+        self._active[user] -= 1
+        if not self._active[user]:
+            del self._active[user]
 
     # ----- requests
 
@@ -334,17 +332,14 @@ class ModelGateway:
             conversation=f"{asker.user}\n{conversation}".encode("utf-8", "replace"),
             began_s=began_s,
         )
-        place = self._place(asker.user)
-        place.__enter__()
+        self._enter(asker.user)
         try:
-            return await self._answer(request, model, wanted, partial(place.__exit__, None, None, None))
+            return await self._answer(request, model, wanted)
         except BaseException:
-            place.__exit__(None, None, None)
+            self._leave(asker.user)
             raise
 
-    async def _answer(
-        self, request: Request, model: ServedModel, wanted: ModelRequest, done: Callable[[], object]
-    ) -> Response:
+    async def _answer(self, request: Request, model: ServedModel, wanted: ModelRequest) -> Response:
         """Try replicas until one answers."""
         failed: set[int] = set()
         while True:
@@ -370,7 +365,7 @@ class ModelGateway:
                 replica.active -= 1
                 failed.add(replica.job)
                 continue
-            return self._passed(request, model, replica, wanted, (connection, exchange, head), done)
+            return self._passed(request, model, replica, wanted, (connection, exchange, head))
 
     async def _ready(self, model: ServedModel, wanted: ModelRequest, failed: set[int]) -> Replica:
         """Return the replica for a request; wait for one if none is ready. Raises ModelError."""
@@ -428,7 +423,6 @@ class ModelGateway:
         replica: Replica,
         wanted: ModelRequest,
         begun: tuple[TunnelConnection, JobExchange, Any],
-        done: Callable[[], object],
     ) -> Response:
         """Return the answer of a replica, as it comes."""
         connection, exchange, head = begun
@@ -438,9 +432,9 @@ class ModelGateway:
         meter = UsageMeter(is_stream=wanted.is_stream and head.status_code == 200, shows_usage=wanted.shows_usage)
 
         async def body() -> AsyncIterator[bytes]:
-            yield b""  # so that the head is sent before the first part
             is_first = True
             try:
+                yield b""  # so that the head is sent before the first part
                 async for part in exchange.body():
                     if is_first and head.status_code == 200:
                         replica.first_s.append(time.monotonic() - wanted.began_s)
@@ -462,7 +456,7 @@ class ModelGateway:
                 connection.close()
                 replica.active -= 1
                 self._charge(model.name, wanted.asker, meter)
-                done()
+                self._leave(wanted.asker.user)
 
         answer = StreamingResponse(body(), head.status_code)
         kept = [b"content-type", b"retry-after", b"x-request-id", b"openai-processing-ms"]

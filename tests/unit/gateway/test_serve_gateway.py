@@ -1,12 +1,20 @@
-"""What the gateway reads in answers of replicas: usage, and their pages of metrics; and answers to checks."""
+"""What the gateway reads in answers of replicas, and what becomes of requests whose replica or client is gone."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
+import h11
 import pytest
+from starlette.requests import Request
+from waiting import PATIENCE_S, played
 
-from hpcsched.gateway.serving import Replica, UsageMeter, note_metrics, why_unexpected
+from hpcsched.gateway.serving import ModelGateway, Replica, UsageMeter, note_metrics, why_unexpected
+from hpcsched.gateway.upstream import UpstreamReply
 
 EVENTS = [
     b'data: {"choices":[{"delta":{"content":"a"}}],"usage":null}\n\n',
@@ -72,3 +80,99 @@ def test_an_answer_to_a_check_must_have_the_expected_text() -> None:
     assert why_unexpected(500, b'{"error":{"message":"broken"}}', None) == "status 500: broken"
     assert why_unexpected(200, b'{"choices":[{"text":""}]}', None) == "the answer is empty"
     assert why_unexpected(200, b"{}", None) == "the answer has no text"
+
+
+# ----- requests
+
+
+class FakeApp:
+    """The application with a controller that says yes. `on`: other answers, by path."""
+
+    def __init__(self) -> None:
+        self.upstream = self
+        self.body = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
+        self.on: dict[str, Callable[[bytes], UpstreamReply]] = {}
+
+    def credential(self, request: Request) -> dict[str, str]:
+        return {"authorization": "Bearer x"}
+
+    def count(self, request: Request, credential: object) -> None:
+        pass
+
+    async def json_text(self, request: Request) -> bytes:
+        return json.dumps(self.body).encode()
+
+    async def ask(self, *words: Any) -> UpstreamReply:
+        path, body = next(word for word in words if str(word).startswith("/v1/")), words[-1]
+        return self.on.get(path, lambda _: said(user="ann", account="lab"))(body)
+
+
+def said(status: int = 200, **values: Any) -> UpstreamReply:
+    return UpstreamReply(status, {}, json.dumps(values).encode())
+
+
+class FakeAnswer:
+    """A connection to a replica and the exchange on it."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    async def body(self) -> AsyncIterator[bytes]:
+        yield b"{}"
+
+
+class Gateway(ModelGateway):
+    """The gateway of one service with ready replicas, whose answers are `answer`."""
+
+    def __init__(self, replicas: int = 1) -> None:
+        self.app, self.answer = FakeApp(), FakeAnswer()
+        super().__init__(self.app, "/nowhere", hold_s=0.1)  # type: ignore[arg-type]
+        there = [{"job": job, "version": "v1", "drained": False} for job in range(1, replicas + 1)]
+        self.serve({"name": "chat", "weights": {"v1": 100}, "replicas": there})
+
+    def serve(self, *found: dict[str, Any]) -> None:
+        self.app.on["/v1/services/sync"] = lambda _: said(services=list(found))
+
+    async def synced(self) -> None:
+        await self._sync()
+        for model in self._models.values():
+            for replica in model.replicas.values():
+                assert replica.probe is not None
+                replica.probe.cancel()
+                replica.is_ready = True
+
+    async def _begun(self, *_: object) -> Any:
+        return self.answer, self.answer, h11.Response(status_code=200, headers=[])
+
+    def replica(self, job: int = 1) -> Replica:
+        return self._models["chat"].replicas[job]
+
+
+def request() -> Request:
+    return Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "state": {}})
+
+
+@played
+async def test_an_answer_that_cannot_be_sent_is_not_counted_for_ever() -> None:
+    gateway = Gateway()
+    await gateway.synced()
+    answer = await gateway.ask(request())
+    assert (gateway.replica().active, gateway._active) == (1, {"ann": 1})
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            raise RuntimeError("Invalid HTTP header value.")  # as uvicorn says once the head is sent
+
+    with pytest.raises(RuntimeError):
+        await answer(request().scope, receive, send)  # type: ignore[arg-type]
+    del answer
+    gc.collect()
+    async with asyncio.timeout(PATIENCE_S):
+        while not gateway.answer.is_closed:
+            await asyncio.sleep(0)
+    assert (gateway.replica().active, gateway._active) == (0, {})
