@@ -155,9 +155,14 @@ class GatewayApp:
 
     # ----- for other interfaces
 
-    def admit(self, request: Request) -> None:
-        """Count a request that another interface answers. Raises ProblemError."""
-        self.count(request, self.credential(request))
+    def admit(self, request: Request) -> Mapping[str, str]:
+        """Count a request that another interface answers, and return its credential.
+
+        Raises ProblemError.
+        """
+        credential = self.credential(request)
+        self.count(request, credential)
+        return credential
 
     async def public(self, request: Request, path: str, body: Mapping[str, str]) -> UpstreamReply:
         """Ask the controller without a credential, to get one. Raises UpstreamError."""

@@ -263,18 +263,14 @@ class ModelGateway:
         )
 
     async def _usable(self, request: Request) -> list[Json]:
-        credential = self._app.credential(request)
-        self._app.count(request, credential)
-        reply = await self._app.ask(request, "POST", "/v1/services/use", credential, b"{}")
+        reply = await self._app.ask(request, "POST", "/v1/services/use", self._app.admit(request), b"{}")
         found: list[Json] = _read(reply.status, reply.body)["services"]
         return found
 
     # ----- who may ask
 
-    async def _asker(self, request: Request, name: str) -> Asker:
+    async def _asker(self, request: Request, credential: Mapping[str, str], name: str) -> Asker:
         """Return who asks, if it may. Raises ModelError, ProblemError, UpstreamError."""
-        credential = self._app.credential(request)
-        self._app.count(request, credential)
         key = sha256("\n".join([name, *credential.values()]).encode("utf-8", "replace")).digest()
         known = self._may.get(key)
         now_s = time.monotonic()
@@ -307,6 +303,7 @@ class ModelGateway:
     async def ask(self, request: Request) -> Response:
         """Pass a request on, and return the answer as it comes."""
         began_s = time.monotonic()
+        credential = self._app.admit(request)  # before the body is read
         try:
             body = json.loads(await self._app.json_text(request))
         except (ValueError, RecursionError):
@@ -314,7 +311,7 @@ class ModelGateway:
         if not isinstance(body, dict) or not isinstance(body.get("model"), str):
             raise ModelError(400, "cannot read the request: the body must be a JSON object with a model")
         name, _, version = body["model"].partition("@")
-        asker = await self._asker(request, name)
+        asker = await self._asker(request, credential, name)
         model = self._models.get(name)
         if model is None:  # it is new
             model = self._models[name] = ServedModel(name)

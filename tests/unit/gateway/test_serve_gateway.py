@@ -13,6 +13,7 @@ import pytest
 from starlette.requests import Request
 from waiting import PATIENCE_S, played
 
+from hpcsched.gateway.app import ProblemError
 from hpcsched.gateway.serving import ModelGateway, Replica, UsageMeter, note_metrics, why_unexpected
 from hpcsched.gateway.upstream import UpstreamReply
 
@@ -91,15 +92,17 @@ class FakeApp:
     def __init__(self) -> None:
         self.upstream = self
         self.body = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
+        self.refusal: ProblemError | None = None
+        self.read = 0
         self.on: dict[str, Callable[[bytes], UpstreamReply]] = {}
 
-    def credential(self, request: Request) -> dict[str, str]:
+    def admit(self, request: Request) -> dict[str, str]:
+        if self.refusal is not None:
+            raise self.refusal
         return {"authorization": "Bearer x"}
 
-    def count(self, request: Request, credential: object) -> None:
-        pass
-
     async def json_text(self, request: Request) -> bytes:
+        self.read += 1
         return json.dumps(self.body).encode()
 
     async def ask(self, *words: Any) -> UpstreamReply:
@@ -176,3 +179,13 @@ async def test_an_answer_that_cannot_be_sent_is_not_counted_for_ever() -> None:
         while not gateway.answer.is_closed:
             await asyncio.sleep(0)
     assert (gateway.replica().active, gateway._active) == (0, {})
+
+
+@played
+async def test_no_body_is_read_of_a_client_without_a_credential_or_over_its_rate() -> None:
+    gateway = Gateway()
+    await gateway.synced()
+    gateway.app.refusal = ProblemError(429, "cannot answer now")
+    with pytest.raises(ProblemError):
+        await gateway.ask(request())
+    assert gateway.app.read == 0
