@@ -271,7 +271,7 @@ class ModelGateway:
 
     async def _asker(self, request: Request, credential: Mapping[str, str], name: str) -> Asker:
         """Return who asks, if it may. Raises ModelError, ProblemError, UpstreamError."""
-        key = sha256("\n".join([name, *credential.values()]).encode("utf-8", "replace")).digest()
+        key = _digest(name, *credential.values())
         known = self._may.get(key)
         now_s = time.monotonic()
         if known is not None and known[1] > now_s:
@@ -326,7 +326,7 @@ class ModelGateway:
             is_stream=body.get("stream") is True,
             shows_usage=isinstance(options, dict) and options.get("include_usage") is True,
             prompt=prompt_blocks(text),
-            conversation=f"{asker.user}\n{conversation}".encode("utf-8", "replace"),
+            conversation=_digest(asker.user, conversation),  # it is kept, and may have megabytes
             began_s=began_s,
         )
         self._enter(asker.user)
@@ -719,6 +719,10 @@ def _head(method: bytes, path: str, size: int) -> h11.Request:
 
 async def _parts(body: bytes) -> AsyncIterator[bytes]:
     yield body
+
+
+def _digest(*texts: str) -> bytes:
+    return sha256("\n".join(texts).encode("utf-8", "replace")).digest()
 
 
 def _read(status: int, body: bytes) -> Json:

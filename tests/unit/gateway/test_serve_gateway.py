@@ -91,7 +91,7 @@ class FakeApp:
 
     def __init__(self) -> None:
         self.upstream = self
-        self.body = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
+        self.body: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
         self.refusal: ProblemError | None = None
         self.read = 0
         self.on: dict[str, Callable[[bytes], UpstreamReply]] = {}
@@ -189,3 +189,12 @@ async def test_no_body_is_read_of_a_client_without_a_credential_or_over_its_rate
     with pytest.raises(ProblemError):
         await gateway.ask(request())
     assert gateway.app.read == 0
+
+
+@played
+async def test_a_long_conversation_takes_no_more_memory_than_a_short_one() -> None:
+    gateway = Gateway()
+    await gateway.synced()
+    gateway.app.body["messages"] = [{"role": "user", "content": "x" * 100_000}]
+    await gateway.ask(request())
+    assert [len(key) for key in gateway._models["chat"].choice._versions._kept] == [32]
