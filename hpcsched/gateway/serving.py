@@ -344,7 +344,7 @@ class ModelGateway:
             replica.active += 1
             try:
                 connection, exchange, head = await self._begun(model, replica, wanted)
-            except (StreamError, h11.ProtocolError, UpstreamError, TimeoutError, ProblemError) as error:
+            except (StreamError, h11.ProtocolError, UpstreamError, TimeoutError, ModelError) as error:
                 replica.active -= 1
                 replica.failed(str(error) or "it does not answer")
                 replica.is_ready = False

@@ -14,7 +14,15 @@ from starlette.requests import Request
 from waiting import PATIENCE_S, played
 
 from hpcsched.gateway.app import ProblemError
-from hpcsched.gateway.serving import ModelGateway, Replica, UsageMeter, note_metrics, why_unexpected
+from hpcsched.gateway.serving import (
+    ModelError,
+    ModelGateway,
+    Replica,
+    ServedModel,
+    UsageMeter,
+    note_metrics,
+    why_unexpected,
+)
 from hpcsched.gateway.upstream import UpstreamReply
 
 EVENTS = [
@@ -131,6 +139,7 @@ class Gateway(ModelGateway):
 
     def __init__(self, replicas: int = 1) -> None:
         self.app, self.answer = FakeApp(), FakeAnswer()
+        self.failing: dict[int, Exception] = {}
         super().__init__(self.app, "/nowhere", hold_s=0.1)  # type: ignore[arg-type]
         there = [{"job": job, "version": "v1", "drained": False} for job in range(1, replicas + 1)]
         self.serve({"name": "chat", "weights": {"v1": 100}, "replicas": there})
@@ -146,7 +155,9 @@ class Gateway(ModelGateway):
                 replica.probe.cancel()
                 replica.is_ready = True
 
-    async def _begun(self, *_: object) -> Any:
+    async def _begun(self, model: ServedModel, replica: Replica, wanted: object) -> Any:
+        if error := self.failing.get(replica.job):
+            raise error
         return self.answer, self.answer, h11.Response(status_code=200, headers=[])
 
     def replica(self, job: int = 1) -> Replica:
@@ -198,3 +209,12 @@ async def test_a_long_conversation_takes_no_more_memory_than_a_short_one() -> No
     gateway.app.body["messages"] = [{"role": "user", "content": "x" * 100_000}]
     await gateway.ask(request())
     assert [len(key) for key in gateway._models["chat"].choice._versions._kept] == [32]
+
+
+@played
+async def test_a_request_goes_to_another_replica_if_the_controller_says_that_one_has_ended() -> None:
+    gateway = Gateway(2)
+    await gateway.synced()
+    gateway.failing[1] = ModelError(404, "cannot reach the replica: job 1 does not run", "model_not_found")
+    answer = await gateway.ask(request())
+    assert answer.headers["x-hpcsched-replica"] == "2@v1"
