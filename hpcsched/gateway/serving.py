@@ -366,8 +366,10 @@ class ModelGateway:
 
     async def _ready(self, model: ServedModel, wanted: ModelRequest, failed: set[int]) -> Replica:
         """Return the replica for a request; wait for one if none is ready. Raises ModelError."""
-        until_s = time.monotonic() + self._hold_s
+        until_s = wanted.began_s + self._hold_s
         while True:
+            if self._models.get(model.name) is not model:
+                raise ModelError(404, f"cannot find model {model.name!r}: it was stopped", "model_not_found")
             job = model.choice.choose(
                 model.states(),
                 model.weights,
@@ -529,7 +531,7 @@ class ModelGateway:
         there = {service["name"]: service for service in found}
         for name, service in there.items():
             self._models.setdefault(name, ServedModel(name)).take(service)
-        for name in [name for name in self._models if name not in there]:
+        for name in loads.keys() - there.keys():  # not those that came meanwhile
             gone = self._models.pop(name)
             gone.take({"weights": {}, "replicas": []})
             gone.tell()

@@ -17,12 +17,14 @@ from hpcsched.gateway.app import ProblemError
 from hpcsched.gateway.serving import (
     ModelError,
     ModelGateway,
+    ModelRequest,
     Replica,
     ServedModel,
     UsageMeter,
     note_metrics,
     why_unexpected,
 )
+from hpcsched.gateway.streams import StreamError
 from hpcsched.gateway.upstream import UpstreamReply
 
 EVENTS = [
@@ -140,7 +142,8 @@ class Gateway(ModelGateway):
     def __init__(self, replicas: int = 1) -> None:
         self.app, self.answer = FakeApp(), FakeAnswer()
         self.failing: dict[int, Exception] = {}
-        super().__init__(self.app, "/nowhere", hold_s=0.1)  # type: ignore[arg-type]
+        self.tries_take_s = 0.0
+        super().__init__(self.app, "/nowhere", hold_s=PATIENCE_S)  # type: ignore[arg-type]
         there = [{"job": job, "version": "v1", "drained": False} for job in range(1, replicas + 1)]
         self.serve({"name": "chat", "weights": {"v1": 100}, "replicas": there})
 
@@ -155,13 +158,28 @@ class Gateway(ModelGateway):
                 replica.probe.cancel()
                 replica.is_ready = True
 
-    async def _begun(self, model: ServedModel, replica: Replica, wanted: object) -> Any:
+    async def _begun(self, model: ServedModel, replica: Replica, wanted: ModelRequest) -> Any:
+        wanted.began_s -= self.tries_take_s
         if error := self.failing.get(replica.job):
             raise error
         return self.answer, self.answer, h11.Response(status_code=200, headers=[])
 
+    async def flap(self, times: int) -> None:
+        """Make the failing replica ready again, so often, each time it has failed; then it works."""
+        for _ in range(times):
+            await until(lambda: not self.replica().is_ready)
+            self.replica().is_ready = True
+            self._models["chat"].tell()
+        self.failing.clear()
+
     def replica(self, job: int = 1) -> Replica:
         return self._models["chat"].replicas[job]
+
+
+async def until(cond: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not cond():
+            await asyncio.sleep(0)
 
 
 def request() -> Request:
@@ -186,9 +204,7 @@ async def test_an_answer_that_cannot_be_sent_is_not_counted_for_ever() -> None:
         await answer(request().scope, receive, send)  # type: ignore[arg-type]
     del answer
     gc.collect()
-    async with asyncio.timeout(PATIENCE_S):
-        while not gateway.answer.is_closed:
-            await asyncio.sleep(0)
+    await until(lambda: gateway.answer.is_closed)
     assert (gateway.replica().active, gateway._active) == (0, {})
 
 
@@ -212,9 +228,47 @@ async def test_a_long_conversation_takes_no_more_memory_than_a_short_one() -> No
 
 
 @played
-async def test_a_request_goes_to_another_replica_if_the_controller_says_that_one_has_ended() -> None:
+async def test_a_request_goes_to_another_replica_if_the_controller_says_one_has_ended() -> None:
     gateway = Gateway(2)
     await gateway.synced()
     gateway.failing[1] = ModelError(404, "cannot reach the replica: job 1 does not run", "model_not_found")
     answer = await gateway.ask(request())
     assert answer.headers["x-hpcsched-replica"] == "2@v1"
+
+
+@played
+async def test_a_request_that_waits_for_a_replica_of_a_stopped_service_is_refused_at_once() -> None:
+    gateway = Gateway()
+    await gateway.synced()
+    gateway.replica().is_ready = False
+    asked = asyncio.create_task(gateway.ask(request()))
+    await until(lambda: gateway._models["chat"].held)
+    gateway.serve()
+    await gateway._sync()
+    with pytest.raises(ModelError, match="it was stopped"):
+        await asked
+
+
+@played
+async def test_a_service_that_is_asked_while_the_controller_answers_is_kept() -> None:
+    gateway = Gateway()
+
+    def asked_meanwhile(_: bytes) -> UpstreamReply:
+        gateway._models["chat"] = ServedModel("chat")
+        return said(services=[])
+
+    gateway.app.on["/v1/services/sync"] = asked_meanwhile
+    await gateway._sync()
+    assert list(gateway._models) == ["chat"]
+
+
+@played
+async def test_a_request_is_held_no_longer_if_a_replica_is_ready_now_and_then_but_fails() -> None:
+    gateway = Gateway()
+    await gateway.synced()
+    gateway.tries_take_s = PATIENCE_S
+    gateway.failing[1] = StreamError("it has ended")
+    flaps = asyncio.create_task(gateway.flap(50))
+    with pytest.raises(ModelError, match="no replica of model 'chat' was ready within"):
+        await gateway.ask(request())
+    flaps.cancel()
