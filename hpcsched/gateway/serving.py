@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -37,6 +38,7 @@ from hpcsched.gateway.balancing import ReplicaChoice, ReplicaState, prompt_block
 from hpcsched.gateway.jobproxy import JobExchange
 from hpcsched.gateway.streams import MOST_CONNECTIONS, JobTunnel, StreamError, TunnelConnection
 from hpcsched.gateway.upstream import UpstreamError
+from hpcsched.model.service import MAX_USED_ROWS
 
 log = logging.getLogger("hpcsched.gateway")
 
@@ -518,16 +520,13 @@ class ModelGateway:
             self._wake.clear()
 
     async def _sync(self) -> None:
-        used, self._used = self._used, Counter()
-        rows = [[*whose, count] for whose, count in used.items() if count]
+        used = Counter(dict(islice(self._used.items(), MAX_USED_ROWS)))
+        rows = [[*whose, count] for whose, count in used.items()]
         loads = {name: model.load() for name, model in self._models.items()}
         body = json.dumps({"services": loads, "used": rows}).encode()
-        try:
-            reply = await self._app.upstream.ask("POST", "/v1/services/sync", _OURS, body)
-            found = _read(reply.status, reply.body)["services"]
-        except BaseException:
-            self._used.update(used)
-            raise
+        reply = await self._app.upstream.ask("POST", "/v1/services/sync", _OURS, body)
+        found = _read(reply.status, reply.body)["services"]
+        self._used -= used
         there = {service["name"]: service for service in found}
         for name, service in there.items():
             self._models.setdefault(name, ServedModel(name)).take(service)
@@ -706,7 +705,7 @@ class UsageMeter:
 
 
 def _count(value: object) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 40 else 0
+    return value if type(value) is int and 0 <= value < 1 << 31 else 0  # so that sums stay below the controller's bound
 
 
 _OURS = {"x-hpcsched-gateway": "gateway"}

@@ -20,6 +20,7 @@ MAX_MODEL_CHARS = 1_000
 MAX_CHECKS = 100  # prompts of a rollout
 MAX_CHECKS_BYTES = 64 << 10
 MAX_OLD_VERSIONS = 3  # kept besides those in use, for their names
+MAX_USED_ROWS = 10_000  # what users asked, in one report of the gateway
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}\Z")
 
 

@@ -33,6 +33,7 @@ from hpcsched.model.service import (
     MAX_SERVICES,
     MAX_SERVICES_PER_USER,
     MAX_SPEC_BYTES,
+    MAX_USED_ROWS,
     Audience,
     Rollout,
     RolloutStage,
@@ -62,7 +63,8 @@ Json = dict[str, Any]
 
 DAY_S = 86_400
 NO_UID = -2  # of an account that is gone
-MAX_USED_ROWS = 10_000
+MAX_USED_CHARS = 256  # of a name
+MAX_USED = 1 << 50  # of one kind in one report
 USED_KINDS = ("requests", "prompt_tokens", "completion_tokens")
 LOAD_S = 10.0  # a load is known for so long
 
@@ -380,12 +382,16 @@ def read_loads(body: Json, now_s: float) -> dict[str, ServiceLoad]:
     found = body.get("services", {})
     if not isinstance(found, dict) or len(found) > MAX_SERVICES:
         raise RequestError("cannot read the loads of services: they are not an object, or too many")
-    return {str(name): value_from_json(ServiceLoad, {"at_s": now_s} | _loads_of(load)) for name, load in found.items()}
+    return {str(name): value_from_json(ServiceLoad, _loads_of(load) | {"at_s": now_s}) for name, load in found.items()}
 
 
 def _loads_of(load: Any) -> Json:
-    if not isinstance(load, dict) or len(load.get("replicas") or ()) > 4 * MAX_REPLICAS:
-        raise RequestError("cannot read the load of a service: it is not an object, or has too many replicas")
+    if not isinstance(load, dict):
+        raise RequestError("cannot read the load of a service: it is not an object")
+    for name in ("replicas", "checked"):
+        by_job = load.get(name, {})
+        if not isinstance(by_job, dict) or len(by_job) > 4 * MAX_REPLICAS:
+            raise RequestError(f"cannot read the load of a service: {name} is not an object, or has too many replicas")
     return load
 
 
@@ -420,15 +426,18 @@ def read_used(body: Json, now_s: float) -> list[ServiceUse]:
         if not isinstance(row, list) or len(row) != 5 or row[3] not in USED_KINDS:
             raise RequestError("cannot read the usage of services: a row is service, user, account, kind and count")
         service, user, account, kind, count = row
-        if (
-            not all(isinstance(text, str) for text in (service, user, account))
-            or type(count) is not int
-            or not 0 <= count < 1 << 50
-        ):
+        if not all(map(_is_used_name, (service, user, account))) or type(count) is not int or count < 0:
             raise RequestError("cannot read the usage of services: a name is not a text, or a count not a number")
-        found.setdefault((service, user, account), dict.fromkeys(USED_KINDS, 0))[kind] += count
+        counts = found.setdefault((service, user, account), dict.fromkeys(USED_KINDS, 0))
+        counts[kind] += count
+        if counts[kind] >= MAX_USED:
+            raise RequestError("cannot read the usage of services: a count is too large")
     day = int(now_s // DAY_S)
     return [ServiceUse(*whose, day, *(counts[kind] for kind in USED_KINDS)) for whose, counts in found.items()]
+
+
+def _is_used_name(text: object) -> bool:
+    return isinstance(text, str) and len(text) <= MAX_USED_CHARS and text.isprintable()
 
 
 def note_loads(

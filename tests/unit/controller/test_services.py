@@ -272,12 +272,17 @@ def test_what_users_ask_is_added_up_by_day_and_account_on_disk() -> None:
         {"used": [["chat", "bob", "lab", "requests", -1]]},
         {"used": [["chat", "bob", 3, "requests", 1]]},
         {"used": [["chat", "bob", "lab", "money", 1]]},
+        {"used": [["chat", "bob\ud800", "lab", "requests", 1]]},
+        {"used": [["c" * 257, "bob", "lab", "requests", 1]]},
+        {"used": [["chat", "bob", "lab", "requests", 1 << 49]] * 3},
+        {"services": {"chat": {"replicas": 3}}},
+        {"services": {"chat": {"checked": dict.fromkeys(map(str, range(257)), "ok")}}},
         {"used": {}},
         {"services": []},
         {"services": {"chat": {"replicas": {"x": {}}}}},
         {"services": {"chat": {"replicas": {"1": {"active": "many"}}}}},
     ],
-    ids=str,
+    ids=lambda body: str(body)[:80],
 )
 def test_what_the_gateway_says_is_checked(body: dict[str, Any]) -> None:
     with pytest.raises((RequestError, ProtocolError)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from hpcsched.gateway.serving import (
 )
 from hpcsched.gateway.streams import StreamError
 from hpcsched.gateway.upstream import UpstreamReply
+from hpcsched.model.service import MAX_USED_ROWS
 
 EVENTS = [
     b'data: {"choices":[{"delta":{"content":"a"}}],"usage":null}\n\n',
@@ -272,3 +274,27 @@ async def test_a_request_is_held_no_longer_if_a_replica_is_ready_now_and_then_bu
     with pytest.raises(ModelError, match="no replica of model 'chat' was ready within"):
         await gateway.ask(request())
     flaps.cancel()
+
+
+@played
+async def test_much_usage_is_told_in_parts_and_each_count_once() -> None:
+    gateway, told = Gateway(), Counter[str]()
+    for user in range(2 * MAX_USED_ROWS):
+        gateway._used[("chat", str(user), "lab", "requests")] = 1
+
+    def answer(body: bytes) -> UpstreamReply:
+        rows = json.loads(body)["used"]
+        if len(rows) > MAX_USED_ROWS:
+            return said(400, error="too many")
+        told.update({row[1]: row[4] for row in rows})
+        gateway._used[("chat", "0", "lab", "requests")] += 1  # meanwhile
+        return said(services=[])
+
+    gateway.app.on["/v1/services/sync"] = answer
+    for _ in range(3):
+        await gateway._sync()
+    assert (len(told), told["0"], told["1"], told.total()) == (2 * MAX_USED_ROWS, 3, 1, 2 * MAX_USED_ROWS + 2)
+    gateway.app.on["/v1/services/sync"] = lambda _: said(503, error="not now")
+    with pytest.raises(ModelError):
+        await gateway._sync()
+    assert gateway._used.total() == 1
