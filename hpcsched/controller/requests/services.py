@@ -127,7 +127,7 @@ def create(tx: Transaction, identity: Identity, body: Json) -> Service:
         audience=read_audience(body.get("audience", Audience.OWNER)),
         least=least,
         most=most,
-        wanted=max(least, 1 if least else 0),
+        wanted=least,
         versions=(version,),
         made_at_s=tx.now_s,
     )
@@ -178,7 +178,7 @@ def read_version(tx: Transaction, identity: Identity, body: Json, label: str, na
 def find_service(cluster: ClusterState, identity: Identity, name: object) -> Service:
     """Return the service of this name. Raises NotFoundError, if the user may not see it, too."""
     found = cluster.services.get(name) if isinstance(name, str) else None
-    if found is None or not (allows(identity, Action.VIEW_JOBS, owner_of(found)) or may_use(identity, found)):
+    if found is None or not may_see(cluster, identity, found):
         raise NotFoundError(f"cannot find service {str(name)[:80]!r}: there is none of this name; see hserve ls")
     return found
 
@@ -273,25 +273,23 @@ def _managed(tx: Transaction, identity: Identity, body: Json, verb: str) -> Serv
     return service
 
 
-def may_use(identity: Identity, service: Service) -> bool:
-    """Return whether the user may ask the model."""
-    owner = owner_of(service)
-    if service.audience is Audience.ALL:
-        owner = replace(owner, uid=identity.uid, user=identity.user)
-    return allows(identity, Action.USE_SERVICE, owner)
-
-
-def may_use_as_member(cluster: ClusterState, identity: Identity, service: Service) -> bool:
-    """Return whether the user may ask the model, also as a user of its account."""
-    if may_use(identity, service):
+def may_use(cluster: ClusterState, identity: Identity, service: Service) -> bool:
+    """Return whether the user may ask the model: by its role, or because it is open to the user."""
+    if allows(identity, Action.USE_SERVICE, owner_of(service)):
         return True
-    if service.audience is not Audience.ACCOUNT:
+    if service.audience is Audience.OWNER:
         return False
-    try:
-        resolve(cluster.config.accounting, identity.user, service.account, "")
-    except HpcschedError:
-        return False
+    if service.audience is Audience.ACCOUNT:
+        try:
+            resolve(cluster.config.accounting, identity.user, service.account, "")
+        except HpcschedError:
+            return False
     return allows(identity, Action.USE_SERVICE, Owner(uid=identity.uid, user=identity.user))
+
+
+def may_see(cluster: ClusterState, identity: Identity, service: Service) -> bool:
+    """Return whether the user may know that there is this service."""
+    return allows(identity, Action.VIEW_JOBS, owner_of(service)) or may_use(cluster, identity, service)
 
 
 # ----- the replicas, at each tick
@@ -366,13 +364,14 @@ def use(cluster: ClusterState, identity: Identity, body: Json) -> Json:
     """
     payer, _ = resolve(cluster.config.accounting, identity.user, "", "")
     answer: Json = {"user": identity.user, "account": payer}
-    usable = [one for one in cluster.services.values() if may_use_as_member(cluster, identity, one)]
     name = body.get("name") or ""
     if not name:
+        usable = [one for one in cluster.services.values() if may_use(cluster, identity, one)]
         return answer | {
             "services": [{"name": one.name, "user": one.user, "made_at_s": one.made_at_s} for one in usable]
         }
-    if name not in {one.name for one in usable}:
+    service = cluster.services.get(name) if isinstance(name, str) else None
+    if service is None or not may_use(cluster, identity, service):
         raise NotFoundError(f"cannot ask model {str(name)[:80]!r}: there is no service of this name that you may use")
     return answer | {"service": name}
 
@@ -489,11 +488,7 @@ def _runs(cluster: ClusterState, job_id: int) -> bool:
 
 def views(cluster: ClusterState, identity: Identity, loads: ServiceLoads, now_s: float) -> list[Json]:
     """Return the services that the user may see or use, as JSON."""
-    seen = [
-        service
-        for service in cluster.services.values()
-        if allows(identity, Action.VIEW_JOBS, owner_of(service)) or may_use_as_member(cluster, identity, service)
-    ]
+    seen = [service for service in cluster.services.values() if may_see(cluster, identity, service)]
     return [service_view(cluster, identity, service, loads.of(service.name, now_s)) for service in seen]
 
 

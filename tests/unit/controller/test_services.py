@@ -131,6 +131,8 @@ def test_a_service_of_another_is_neither_scaled_nor_stopped_nor_asked() -> None:
             cluster.ask(lambda tx, work=work: work(tx, BOB, {"name": "chat", "least": 0, "most": 1}))
     with pytest.raises(NotFoundError, match="no service of this name that you may use"):
         services.use(cluster.state, BOB, {"name": "chat"})
+    with pytest.raises(NotFoundError):
+        services.use(cluster.state, ANN, {"name": ["chat"]})
     assert services.use(cluster.state, ANN, {"name": "chat"})["service"] == "chat"
     assert services.use(cluster.state, ROOT, {"name": "chat"})["user"] == "root"
 
