@@ -19,7 +19,7 @@ from hpcsched.api.identity import identity_of, uid_of
 from hpcsched.api.views import how_it_ended
 from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize
 from hpcsched.controller.requests import jobs, submission
-from hpcsched.errors import ConflictError, HpcschedError, NotFoundError, RequestError
+from hpcsched.errors import ConflictError, NotFoundError, RequestError
 from hpcsched.model import frozen
 from hpcsched.model.accounting import ServiceUse, resolve
 from hpcsched.model.codec import spec_from_json, spec_to_short_json, value_from_json
@@ -279,11 +279,9 @@ def may_use(cluster: ClusterState, identity: Identity, service: Service) -> bool
         return True
     if service.audience is Audience.OWNER:
         return False
-    if service.audience is Audience.ACCOUNT:
-        try:
-            resolve(cluster.config.accounting, identity.user, service.account, "")
-        except HpcschedError:
-            return False
+    is_account = service.audience is Audience.ACCOUNT
+    if is_account and service.account not in cluster.config.accounting.accounts_of(identity.user):
+        return False  # also on a cluster without accounts
     return allows(identity, Action.USE_SERVICE, Owner(uid=identity.uid, user=identity.user))
 
 

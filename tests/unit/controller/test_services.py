@@ -12,7 +12,7 @@ from jobs import spec
 
 from hpcsched.controller.requests import services
 from hpcsched.errors import ConflictError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
-from hpcsched.model.accounting import ServiceUse
+from hpcsched.model.accounting import Account, Accounting, ServiceUse
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.job import JobState
 from hpcsched.model.service import Audience, Service
@@ -171,6 +171,18 @@ def test_a_service_open_to_all_is_asked_by_all_and_managed_by_its_owner() -> Non
     assert services.use(cluster.state, BOB, {"name": "chat"})["user"] == "bob"
     with pytest.raises(PermissionDeniedError):
         cluster.ask(lambda tx: services.stop(tx, BOB, {"name": "chat"}))
+
+
+@pytest.mark.parametrize(("users", "may"), [(("ann", "bob"), True), (("ann",), False), ((), False)], ids=str)
+def test_a_service_open_to_its_account_is_asked_by_users_of_that_account(users: tuple[str, ...], may: bool) -> None:
+    cluster = Cluster("n1")
+    if users:
+        accounts = (Account(name="lab", users=users), Account(name="other", users=("bob",)))
+        cluster.state.config = replace(cluster.state.config, accounting=Accounting(accounts=accounts))
+    service = start(cluster, audience="account")
+    assert service.account == ("lab" if users else "")
+    assert services.may_use(cluster.state, BOB, service) is may
+    assert services.may_use(cluster.state, ANN, service)
 
 
 @pytest.mark.parametrize(
