@@ -75,19 +75,14 @@ class Reaches:
                 f"cannot reach job {job.display_id} in a browser: users of this cluster sign each step (sign_jobs in "
                 "hpcsched.toml); use hsh and htunnel on the head"
             )
-        now_s = self._clock()
-        self._waiting = {key: one for key, one in self._waiting.items() if one.until_s > now_s}
-        if sum(one.identity.uid == identity.uid for one in self._waiting.values()) >= MAX_KEYS_PER_USER:
-            raise UnavailableError(f"cannot reach job {job.display_id}: {MAX_KEYS_PER_USER} of your requests wait")
-        key = secrets.token_urlsafe(32)
-        self._waiting[hash_of(key)] = ReachedJob(
+        reach = ReachedJob(
             identity=identity,
             credential_id=credential_id,
             job_id=job.id,
             request=step_request(job, body),
-            until_s=now_s + KEY_S,
+            until_s=self._clock() + KEY_S,
         )
-        return key
+        return self._key_of(reach, f"job {job.display_id}")
 
     def prepare_replica(self, service: Service, job: Job) -> str:
         """Return the key of connections to a replica, which the gateway asks for.
@@ -96,19 +91,25 @@ class Reaches:
 
         Raises UnavailableError.
         """
-        now_s = self._clock()
-        self._waiting = {key: one for key, one in self._waiting.items() if one.until_s > now_s}
-        if sum(one.service == service.name for one in self._waiting.values()) >= MAX_KEYS_PER_USER:
-            raise UnavailableError(f"cannot reach service {service.name}: {MAX_KEYS_PER_USER} connections wait")
-        key = secrets.token_urlsafe(32)
-        self._waiting[hash_of(key)] = ReachedJob(
+        reach = ReachedJob(
             identity=identity_of(service.uid, self._cluster.config.access).as_user(),
             credential_id="",
             job_id=job.id,
             request=step_request(job, {}),
-            until_s=now_s + KEY_S,
+            until_s=self._clock() + KEY_S,
             service=service.name,
         )
+        return self._key_of(reach, f"service {service.name}")
+
+    def _key_of(self, reach: ReachedJob, what: str) -> str:
+        """Keep a step until it begins, and return its key. Raises UnavailableError."""
+        now_s = self._clock()
+        self._waiting = {key: one for key, one in self._waiting.items() if one.until_s > now_s}
+        whose = reach.identity.uid, reach.service
+        if sum((one.identity.uid, one.service) == whose for one in self._waiting.values()) >= MAX_KEYS_PER_USER:
+            raise UnavailableError(f"cannot reach {what}: {MAX_KEYS_PER_USER} of your requests wait")
+        key = secrets.token_urlsafe(32)
+        self._waiting[hash_of(key)] = reach
         return key
 
     def begin(self, stream: int, key: str) -> ReachedJob:
@@ -120,10 +121,11 @@ class Reaches:
         if found is None or found.until_s <= self._clock():
             raise UnauthenticatedError("cannot start the step: its key is unknown, used or too old; ask the API again")
         mine = [one for one in self._open.values() if _owner(one) == _owner(found)]
-        if len(mine) >= (MAX_STEPS_PER_SERVICE if found.service else MAX_STEPS_PER_CREDENTIAL):
+        most = MAX_STEPS_PER_SERVICE if found.service else MAX_STEPS_PER_CREDENTIAL
+        if len(mine) >= most:
+            whose = f"to service {found.service}" if found.service else "of this session"
             raise UnavailableError(
-                f"cannot start the step: {MAX_STEPS_PER_CREDENTIAL} terminals and connections of this session are open; "
-                "close one"
+                f"cannot start the step: {most} terminals and connections {whose} are open; close one"
             )
         self._open[stream] = found
         return found

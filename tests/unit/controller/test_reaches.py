@@ -17,10 +17,17 @@ from hpcnode.wire import protocol
 from hpcsched.auth.authorize import AccessPolicy, Action, Identity, Role
 from hpcsched.auth.tokens import Credential, CredentialKind, Scope, actions_of
 from hpcsched.controller.head_socket import HeadStreams
-from hpcsched.controller.requests.reaches import KEY_S, MAX_KEYS_PER_USER, MAX_STEPS_PER_CREDENTIAL, Reaches
+from hpcsched.controller.requests.reaches import (
+    KEY_S,
+    MAX_KEYS_PER_USER,
+    MAX_STEPS_PER_CREDENTIAL,
+    MAX_STEPS_PER_SERVICE,
+    Reaches,
+)
 from hpcsched.errors import PermissionDeniedError, RequestError, UnauthenticatedError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import JobState
+from hpcsched.model.service import Service
 
 
 class ReachBench:
@@ -117,6 +124,19 @@ def test_keys_of_a_user_and_steps_of_a_session_are_bounded(bench: ReachBench) ->
         bench.reaches.begin(99, keys[-1])
     bench.reaches.end(0)
     bench.reaches.begin(99, keys[-2])
+
+
+def test_connections_to_a_service_are_bounded_and_do_not_count_as_their_owners(bench: ReachBench) -> None:
+    service = Service(name="chat", uid=bench.job.uid, user=bench.job.user)
+    keys = [bench.reaches.prepare_replica(service, bench.job) for _ in range(MAX_KEYS_PER_USER)]
+    with pytest.raises(UnavailableError, match="cannot reach service chat: 32 of your requests wait"):
+        bench.reaches.prepare_replica(service, bench.job)
+    assert bench.key()
+    for stream in range(MAX_STEPS_PER_SERVICE):
+        bench.reaches.begin(stream, keys.pop())
+        keys.append(bench.reaches.prepare_replica(service, bench.job))
+    with pytest.raises(UnavailableError, match="256 terminals and connections to service chat are open"):
+        bench.reaches.begin(MAX_STEPS_PER_SERVICE, keys.pop())
 
 
 def test_a_step_ends_with_its_session_its_role_or_its_scope(bench: ReachBench) -> None:
