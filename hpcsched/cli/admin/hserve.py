@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in CHILDREN:
         return run_child(words)
-    split = split_words(words) if words[:1] in (["start"], ["roll"]) else (words, [], [])
-    return run_command(COMMAND, lambda read: _work(read, split[1], split[2]), split[0])
+    own, job_options, served = split_words(words) if words and words[0] in JOB_VERBS else (words, [], [])
+    return run_command(COMMAND, lambda read: _work(read, job_options, served), own)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -128,16 +128,16 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _work(words: Words, job_options: Sequence[str], served: Sequence[str]) -> int:
+    verbs = (*JOB_VERBS, *VERBS, *CHILDREN)
     if not words.operands:
-        raise UsageError(f"cannot tell what to do: name one of {', '.join((*VERBS, *CHILDREN))}; see hserve --help")
+        raise UsageError(f"cannot tell what to do: name one of {', '.join(verbs)}; see hserve --help")
     verb, *rest = words.operands
-    if verb in ("start", "roll"):
-        return (_start if verb == "start" else _roll)(rest, words, job_options, served)
-    work = VERBS.get(verb)
-    if work is None:
-        near = nearest(verb, (*VERBS, *CHILDREN))
-        raise UsageError(f"cannot understand {verb[:60]!r}: no such verb; did you mean {near[0] if near else 'ls'}?")
-    return work(rest, words)
+    if verb in JOB_VERBS:
+        return JOB_VERBS[verb](rest, words, job_options, served)
+    if verb in VERBS:
+        return VERBS[verb](rest, words)
+    near = nearest(verb, verbs)
+    raise UsageError(f"cannot understand {verb[:60]!r}: no such verb; did you mean {near[0] if near else 'ls'}?")
 
 
 # ----- start
@@ -276,7 +276,7 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise RequestError(f"cannot read script {clean(path)}: {error.strerror}") from None
+        raise RequestError(f"cannot read {clean(path)}: {error.strerror}") from None
 
 
 # ----- ls, scale, stop
@@ -424,4 +424,5 @@ def run_child(words: Sequence[str]) -> int:
     return subprocess.run([sys.executable, "-P", "-m", "hpcserve", *words], check=False).returncode
 
 
-VERBS = {"start": _ls, "ls": _ls, "scale": _scale, "roll": _ls, "stop": _stop, "test": _test, "usage": _usage}
+JOB_VERBS = {"start": _start, "roll": _roll}  # with options of hsub and of the server
+VERBS = {"ls": _ls, "scale": _scale, "stop": _stop, "test": _test, "usage": _usage}

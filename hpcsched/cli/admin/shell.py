@@ -121,7 +121,11 @@ def commands() -> list[Completed]:
             if not option.accepted
         )
         found += [Completed(name, shown) for name in names]
-    verbs = {"hctl": hctl.VERBS, "hserve": (*hserve.VERBS, *hserve.CHILDREN), "scontrol": scontrol.VERBS}
+    verbs = {
+        "hctl": hctl.VERBS,
+        "hserve": (*hserve.JOB_VERBS, *hserve.VERBS, *hserve.CHILDREN),
+        "scontrol": scontrol.VERBS,
+    }
     found = [command._replace(verbs=tuple(verbs.get(command.name, ()))) for command in found]
     return [*found, _of_click("hmon", hmon.hmon), Completed("hpcsched", (), tuple(admin.COMMANDS))]
 
