@@ -30,7 +30,7 @@ from hpcserve.errors import GroupLost, ServeError
 from hpcserve.grammar import Grammar
 from hpcserve.group.leader import MOST_LINE_BYTES, LeaderEnd, MessageLine
 from hpcserve.group.links import Meeting, RankAddress, RankLinks
-from hpcserve.group.measure import measured_node
+from hpcserve.group.measure import free_bytes, measured_node
 from hpcserve.group.runner import GroupRunner, RankProgram
 from hpcserve.model import DecoderModel
 from hpcserve.plan import BASE_BYTES
@@ -46,8 +46,6 @@ from hpctrain.peers import GUEST, encryption_wanted
 LOOK_S = 0.05
 REPORT_EVERY_S = 1.0
 SLACK_BYTES = 128 << 20  # stacks of threads, and what malloc keeps
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 class PartLoader:
@@ -278,20 +276,6 @@ class ServeRank:
             raise GroupLost(f"cannot reach the front ({error})") from None
         finally:
             self._membership.unwatch()
-
-
-def free_bytes() -> int:
-    """Return the memory that this process may still use, by its host and cgroup."""
-    with open("/proc/meminfo") as file:
-        facts = dict(line.split(":", 1) for line in file)
-    free = int(facts["MemAvailable"].split()[0]) << 10
-    try:
-        limit = CGROUP_LIMIT.read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int(CGROUP_USED.read_text()))
-    except (OSError, ValueError):
-        pass  # no cgroup, or one of the first version
-    return max(0, free)
 
 
 def say(text: str) -> None:
