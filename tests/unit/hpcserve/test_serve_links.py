@@ -13,7 +13,18 @@ import pytest
 import torch
 
 from hpcserve.errors import GroupLost
-from hpcserve.group.links import HELLO, MEMORY, LinkUse, Meeting, RankAddress, RankLinks, links_of, links_of_threads
+from hpcserve.group.links import (
+    HELLO,
+    MEMORY,
+    LinkUse,
+    Meeting,
+    RankAddress,
+    RankLink,
+    RankLinks,
+    links_of,
+    links_of_threads,
+    offer_memory,
+)
 from hpcserve.split import ModelPart, ModelSplit, Span
 
 PART = ModelPart(layers=Span(0, 1), kv_groups=Span(0, 1), ffn=Span(0, 1), vocab=Span(0, 1))
@@ -188,4 +199,18 @@ def test_ranks_that_cannot_share_memory_sum_over_their_connection(monkeypatch: p
 
     assert on_all(links, summed) == [8.0, 8.0]
     for one in links:
+        one.close()
+
+
+def test_memory_that_the_other_rank_does_not_take_has_no_name_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcserve.group.links.MEMORY", tmp_path)
+    ends = socket.socketpair()
+    link, other = (RankLink(end, "rank 1") for end in ends)
+    other.break_off()
+    with pytest.raises(GroupLost, match="rank 1 is lost"):
+        offer_memory(link, 1.0)
+    assert not list(tmp_path.iterdir())
+    for one in (link, other):
         one.close()

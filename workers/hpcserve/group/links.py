@@ -577,9 +577,11 @@ def offer_memory(link: RankLink, limit_s: float) -> None:
     except OSError:  # no such directory, or it is full
         memory = None
     name = path.name.encode() if memory is not None else b""
-    link.post(LENGTH.pack(len(name)), name)
-    answer = link.message(1, limit_s)
-    path.unlink(missing_ok=True)
+    try:
+        link.post(LENGTH.pack(len(name)), name)
+        answer = link.message(1, limit_s)
+    finally:
+        path.unlink(missing_ok=True)
     if memory is not None and answer == b"1":
         link.rings = SharedRings(memory, is_first=True)
 
