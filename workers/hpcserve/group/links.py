@@ -33,8 +33,8 @@ import torch
 
 from hpcserve.errors import GroupLost
 from hpcserve.split import ModelSplit
-from hpctrain.comm.hosts import MEET_S, NAP_S, TRY_S, tune
-from hpctrain.peers import keyed, prove_as_guest, prove_as_host, tunnel
+from hpctrain.comm.hosts import MEET_S, NAP_S, TRY_S, Offer, reach, tune
+from hpctrain.peers import keyed, prove_as_host, tunnel
 
 STEP_LIMIT_S = 10.0  # the longest wait for another rank within a step
 TOKENS_OF_LIMIT = 64  # a step of more tokens may take longer by this measure
@@ -549,24 +549,12 @@ class Meeting:
             peer.close()
 
     def _reach(self, use: LinkUse, low: int, high: int, until_s: float) -> RankLink | None:
-        """Return a link to the lower rank; its addresses are tried in turn."""
-        hello = self._hello(use, low, high)
-        while True:
-            for address in self._ranks[low].addresses:
-                if self._is_over(until_s):
-                    return None
-                try:
-                    peer = socket.create_connection((address, self._ranks[low].port), TRY_S)
-                except OSError:
-                    continue
-                with suppress(OSError):
-                    peer.sendall(hello)
-                    session = prove_as_guest(peer, self._key_of(hello, low, high), encrypted=self._encrypted)
-                    if session is not None:
-                        tune(peer)
-                        return RankLink(tunnel(peer, session), f"rank {low}")
-                peer.close()
-            time.sleep(NAP_S)
+        """Return a link to the lower rank."""
+        hello, lower = self._hello(use, low, high), self._ranks[low]
+        key = self._key_of(hello, low, high)
+        offer = Offer(addresses=lower.addresses, port=lower.port, key=key, encrypted=self._encrypted)
+        connection = reach(offer, until_s, self._is_given_up, hello)
+        return None if connection is None else RankLink(connection, f"rank {low}")
 
 
 def offer_memory(link: RankLink, limit_s: float) -> None:

@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -227,8 +228,13 @@ def await_left(
             peer.close()
 
 
-def reach(offer: Offer, until_s: float, is_given_up: Callable[[], bool] = lambda: False) -> socket.socket | None:
-    """Return a connection to the host that made the offer; tries its addresses in turn."""
+def reach(
+    offer: Offer, until_s: float, is_given_up: Callable[[], bool] = lambda: False, hello: bytes = b""
+) -> socket.socket | None:
+    """Return a connection to the host that made the offer; tries its addresses in turn.
+
+    `hello` is sent before the proof, to a host that accepts several connections.
+    """
     while True:
         for address in offer.addresses:
             if is_given_up() or time.monotonic() > until_s:
@@ -237,11 +243,13 @@ def reach(offer: Offer, until_s: float, is_given_up: Callable[[], bool] = lambda
                 peer = socket.create_connection((address, offer.port), TRY_S)
             except OSError:
                 continue
-            session = prove_as_guest(peer, offer.key, encrypted=offer.encrypted)
-            if session is not None:
-                tune(peer)
-                return tunnel(peer, session)
-            peer.close()  # another program's port, or a slow peer
+            with suppress(OSError):  # another program's port, or a slow peer
+                peer.sendall(hello)
+                session = prove_as_guest(peer, offer.key, encrypted=offer.encrypted)
+                if session is not None:
+                    tune(peer)
+                    return tunnel(peer, session)
+            peer.close()
         time.sleep(NAP_S)
 
 
