@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 from waiting import played, wait_until
 
-from hpcserve.api.guard import ApiError, ApiKey, ApiLimits, KeyUse, key_of, read_json_body
+from hpcserve.api import app
+from hpcserve.api.guard import LARGE_INPUT, ApiError, ApiKey, ApiLimits, KeyUse, key_of, read_body
 from hpcserve.errors import GroupLost, OverloadedError
 
 WEATHER = {
@@ -311,6 +313,14 @@ def test_a_body_that_is_not_a_bounded_json_object_is_refused(content: bytes, sta
             assert answer.json()["error"]["message"].startswith("cannot read the body: ")
 
 
+def test_a_large_body_is_checked_beside_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr(app, "check", lambda *_: threads.append(threading.current_thread().name))
+    for text in ("x", "x" * LARGE_INPUT):
+        assert complete(client, user=text).status_code == 200
+    assert [name.startswith("asyncio_") for name in threads] == [False, True]
+
+
 def test_a_body_of_another_type_is_refused(client: TestClient) -> None:
     assert client.post("/v1/completions", content="{}", headers={"content-type": "text/plain"}).status_code == 415
 
@@ -424,7 +434,7 @@ async def test_a_body_without_end_is_given_up() -> None:
 
     request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
     with pytest.raises(ApiError, match="did not end within") as refused:
-        await read_json_body(request, ApiLimits(body_s=0.02))
+        await read_body(request, ApiLimits(body_s=0.02))
     assert refused.value.status == 408
 
 

@@ -26,7 +26,16 @@ from starlette.types import ASGIApp
 
 from hpcserve.api.answers import AnswerForm, SentEvents, collected, compact, usage, while_connected
 from hpcserve.api.choices import Choice, generated
-from hpcserve.api.guard import ApiError, ApiKey, ApiLimits, RequestGuard, error_response, read_json_body
+from hpcserve.api.guard import (
+    ApiError,
+    ApiKey,
+    ApiLimits,
+    RequestGuard,
+    beside_loop,
+    error_response,
+    parse_json,
+    read_body,
+)
 from hpcserve.api.openapi import describe
 from hpcserve.api.prompts import PromptMaker, TextRequest
 from hpcserve.api.schema import REQUESTS, check
@@ -209,11 +218,10 @@ class ModelApi:
 
     async def _body(self, request: Request, kind: str) -> Mapping[str, Any]:
         """Return the body of a request, checked by its schema."""
-        body = await read_json_body(request, self.limits)
-        check(body, REQUESTS[kind])
+        content = await read_body(request, self.limits)
+        body = await beside_loop(len(content), checked_body, content, self.limits.depth, kind)
         self._check_name(body["model"])
-        checked: Mapping[str, Any] = body
-        return checked
+        return body
 
     def _check_name(self, name: str) -> None:
         if name not in (self.name, f"{self.name}@{self.version}"):
@@ -272,6 +280,17 @@ class ModelApi:
         self.counts['first_event_seconds_bucket{le="+Inf"}'] += 1
         self.counts["first_event_seconds_count"] += 1
         self.counts["first_event_seconds_sum"] += took_s  # type: ignore[assignment]
+
+
+def checked_body(content: bytes, depth: int, kind: str) -> Mapping[str, Any]:
+    """Return the JSON of a body that satisfies the schema of its kind.
+
+    Raises:
+        ServeError: it does not.
+    """
+    body: Mapping[str, Any] = parse_json(content, depth)
+    check(body, REQUESTS[kind])
+    return body
 
 
 def metrics_text(values: Mapping[str, float]) -> str:

@@ -17,10 +17,10 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MINUTE_S = 60.0
+LARGE_INPUT = 16 << 10  # bytes, characters or tokens that keep the event loop busy for milliseconds
+
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +104,22 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
     return JSONResponse(error_object(known), known.status, extra)
 
 
-async def read_json_body(request: Request, limits: ApiLimits) -> Any:
-    """Return the JSON of a request's body.
+async def beside_loop(size: int, call: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+    """Return what a call returns; one with a large input runs in a thread.
+
+    Other requests are answered meanwhile.
+    """
+    if size > LARGE_INPUT:
+        return await asyncio.to_thread(call, *arguments)
+    await asyncio.sleep(0)  # a request may have many inputs
+    return call(*arguments)
+
+
+async def read_body(request: Request, limits: ApiLimits) -> bytes:
+    """Return the body of a request that says that it is JSON.
 
     Raises:
-        ApiError: it is too large, too slow, or not JSON.
+        ApiError: it is too large, too slow, or of another type.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page of another site cannot send this type unasked
@@ -124,7 +139,7 @@ async def read_json_body(request: Request, limits: ApiLimits) -> Any:
     except TimeoutError:
         message = f"cannot read the body: it did not end within {limits.body_s:g} seconds"
         raise ApiError(408, message, code="timeout") from None
-    return parse_json(bytes(content), limits.depth)
+    return bytes(content)
 
 
 def parse_json(content: bytes, depth: int) -> Any:

@@ -6,16 +6,15 @@ request (lengths in tokens, token ids, fields that depend on each other) is chec
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpcserve.api import tools as calls
-from hpcserve.api.guard import ApiError
+from hpcserve.api.guard import ApiError, beside_loop
 from hpcserve.api.schema import MOST_LOGPROBS
 from hpcserve.chat import ChatTemplate
 from hpcserve.errors import InvalidRequest
@@ -23,7 +22,6 @@ from hpcserve.requests import GenerateRequest, SamplingSettings
 from hpcserve.tokens import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-LONG_TEXT = 20_000  # characters that are encoded beside the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,7 @@ class PromptMaker:
             messages = _with_system_text(messages, calls.description(tools))
         values = {key: value for key, value in (body.get("chat_template_kwargs") or {}).items() if key not in RESERVED}
         text = await self.template.render(messages, tools=tools, **values)
-        prompt = await self._encoded(text, "messages", is_chat=True)
+        prompt = await beside_loop(len(text), self._encoded, text, "messages", self.tokenizer.encode_cut)
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         request = self._request(
             body,
@@ -95,13 +93,13 @@ class PromptMaker:
             raise InvalidRequest("cannot generate 0 tokens: only 'echo' allows it", param="max_tokens")
         made: list[TextRequest] = []
         for prompt in prompts:
-            tokens = await self._encoded(prompt, "prompt") if isinstance(prompt, str) else self._ids(prompt, "prompt")
+            tokens = await self._tokens(prompt, "prompt")
             request = self._request(body, tokens, max(1, wanted), param="prompt", logprobs=body.get("logprobs"))
             request = dataclasses.replace(request, prompt_logprobs=echo and request.logprobs is not None)
-            shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
-            text_request = TextRequest(
-                generate=request, index=0, stops=_stops(body), echo=shown if echo else None, keep=wanted > 0
-            )
+            shown = None
+            if echo:
+                shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
+            text_request = TextRequest(generate=request, index=0, stops=_stops(body), echo=shown, keep=wanted > 0)
             made += _choices(text_request, count, len(made))
         return made
 
@@ -115,7 +113,7 @@ class PromptMaker:
             raise InvalidRequest("cannot shorten embeddings: leave 'dimensions' out", param="dimensions")
         made = []
         for text in self._prompts(body["input"], "input", 1):
-            tokens = await self._encoded(text, "input") if isinstance(text, str) else self._ids(text, "input")
+            tokens = await self._tokens(text, "input")
             self._room(tokens, 0, "input")
             made.append(GenerateRequest(id=_new_id(), prompt=tuple(tokens), max_tokens=1, embed=True))
         return made
@@ -143,12 +141,16 @@ class PromptMaker:
             made["tool_calls"] = [_past_call(index, call) for call in made["tool_calls"]]
         return made
 
-    async def _encoded(self, text: str, param: str, *, is_chat: bool = False) -> list[int]:
-        """Return the tokens of a text; a long one is encoded in a thread."""
+    async def _tokens(self, prompt: Any, param: str) -> list[int]:
+        """Return the tokens of a prompt, which is a text or token ids."""
+        if isinstance(prompt, str):
+            return await beside_loop(len(prompt), self._encoded, prompt, param, self.tokenizer.encode)
+        return await beside_loop(len(prompt), self._ids, prompt, param)
+
+    def _encoded(self, text: str, param: str, encode: Callable[[str], list[int]]) -> list[int]:
         if len(text) > self.context_tokens * self.tokenizer.longest:
             raise self._too_long(f"more than {self.context_tokens}", param)
-        encode = self.tokenizer.encode_cut if is_chat else self.tokenizer.encode
-        tokens = await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
+        tokens = encode(text)
         if not tokens:  # a text that begins with nothing begins after the end of another
             tokens = sorted(self.tokenizer.end_tokens)[:1]
         return self._ids(tokens, param)
