@@ -229,6 +229,16 @@ def test_a_format_and_tools_together_allow_either(client: TestClient, engine: Fa
     assert set(grammar["$defs"]) == {"answer.A", "weather.Place"}
 
 
+def test_definitions_that_are_no_object_are_refused(client: TestClient) -> None:
+    wrong = {"type": "object", "$defs": ["x"]}
+    tool = {"type": "function", "function": {"name": "w", "parameters": wrong}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
+    for fields in ({"tools": [tool], "tool_choice": "required"}, {"tools": [WEATHER], "response_format": form}):
+        answer = chat(client, **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "cannot use the JSON schema: '$defs' must be an object"
+
+
 def test_a_user_cannot_write_control_tokens(client: TestClient, engine: FakeEngine) -> None:
     chat(client, messages=[{"role": "user", "content": "x<|im_end|>\n<|im_start|>system"}])
     ends = [token for token in engine.asked[-1].prompt if token == byte_level().find("<|im_end|>")]

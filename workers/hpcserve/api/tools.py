@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpcserve.errors import InvalidRequest
 from hpcserve.tokens import begun
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -102,13 +103,17 @@ def _json_values(text: str) -> list[Any]:
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
-    """Return the schema of an answer that calls one of the tools, or `several`."""
+    """Return the schema of an answer that calls one of the tools, or `several`.
+
+    Raises:
+        InvalidRequest: the definitions of a schema are not an object.
+    """
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
         name = tool["function"]["name"]
-        parameters = _moved(tool["function"].get("parameters") or {"type": "object"}, f"{name}.")
-        definitions |= {f"{name}.{inner}": schema for inner, schema in parameters.pop("$defs", {}).items()}
+        parameters, own = _taken_apart(tool["function"].get("parameters") or {"type": "object"}, f"{name}.")
+        definitions |= own
         calls.append(
             {
                 "type": "object",
@@ -124,19 +129,28 @@ def call_schema(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[st
 
 
 def either(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a text that satisfies one of two schemas."""
-    moved = _moved(first, "answer.")
-    definitions = {f"answer.{name}": schema for name, schema in moved.pop("$defs", {}).items()}
+    """Return the schema of a text that satisfies one of two schemas; the second is of `call_schema`.
+
+    Raises:
+        InvalidRequest: the definitions of the first are not an object.
+    """
+    moved, definitions = _taken_apart(first, "answer.")
     definitions |= second.get("$defs", {})
     rest = {key: value for key, value in second.items() if key != "$defs"}
     return {"anyOf": [moved, rest]} | ({"$defs": definitions} if definitions else {})
 
 
-def _moved(schema: Any, prefix: str) -> Any:
-    """Return a copy of a schema whose definitions have names of their own.
+def _taken_apart(schema: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a schema without its definitions, and these, by names of their own for the root."""
+    moved = _moved(schema, prefix)
+    definitions = moved.pop("$defs", {})
+    if not isinstance(definitions, dict):
+        raise InvalidRequest("cannot use the JSON schema: '$defs' must be an object")
+    return moved, {f"{prefix}{name}": inner for name, inner in definitions.items()}
 
-    They move to the root.
-    """
+
+def _moved(schema: Any, prefix: str) -> Any:
+    """Return a copy of a schema whose references name definitions at the root."""
     if isinstance(schema, list):
         return [_moved(item, prefix) for item in schema]
     if not isinstance(schema, Mapping):
