@@ -64,9 +64,11 @@ class ChatTemplate:
         return self.source is not None and "tools" in self.source
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, **values: Any
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = (), values: Mapping[str, Any] = {}
     ) -> str:
         """Return the prompt of a conversation, which ends where the model's answer begins.
+
+        `values` are further variables of the template.
 
         Raises:
             InvalidRequest: the model has no template, or the template refuses the messages.
@@ -76,11 +78,11 @@ class ChatTemplate:
                 "cannot render the messages: the model has no chat template; use /v1/completions", param="messages"
             )
         asked = {
-            "messages": [*messages],
-            "tools": [*tools] if tools else None,
             "add_generation_prompt": True,
             **self.words,
             **values,
+            "messages": [*messages],
+            "tools": [*tools] if tools else None,
         }
         async with self._lock:
             try:

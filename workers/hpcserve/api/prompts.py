@@ -59,8 +59,7 @@ class PromptMaker:
         messages = [self._message(index, message) for index, message in enumerate(body["messages"])]
         if tools and not self.template.reads_tools:
             messages = _with_system_text(messages, calls.description(tools))
-        values = {key: value for key, value in (body.get("chat_template_kwargs") or {}).items() if key not in RESERVED}
-        text = await self.template.render(messages, tools=tools, **values)
+        text = await self.template.render(messages, tools=tools, values=body.get("chat_template_kwargs") or {})
         prompt = await beside_loop(len(text), self._encoded, text, "messages", self.tokenizer.encode_cut)
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         request = self._request(
@@ -210,9 +209,6 @@ class PromptMaker:
             repetition_penalty=number("repetition_penalty", 1.0),
             logit_bias=bias,
         )
-
-
-RESERVED = frozenset({"messages", "tools"})
 
 
 def answer_schema(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
