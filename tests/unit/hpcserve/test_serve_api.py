@@ -253,10 +253,18 @@ def test_a_user_cannot_write_control_tokens(client: TestClient, engine: FakeEngi
     assert len(ends) == 1
 
 
+def called(arguments: str) -> list[dict[str, Any]]:
+    """Return a conversation with a call of a tool."""
+    calls = [{"function": {"name": "weather", "arguments": arguments}}]
+    return [*HELLO, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"messages": []}, "messages"),
     ("chat", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ("chat", {"messages": called("{")}, "messages[1].tool_calls"),
+    ("chat", {"messages": called("[" * 65 + "]" * 65)}, "messages[1].tool_calls"),
     ("chat", {"max_tokens": 0}, "max_tokens"),
     ("chat", {"max_tokens": -1}, "max_tokens"),
     ("chat", {"max_tokens": 10**9}, "messages"),

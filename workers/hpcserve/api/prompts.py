@@ -18,10 +18,12 @@ from hpcserve.api.guard import ApiError, beside_loop
 from hpcserve.api.schema import MOST_LOGPROBS
 from hpcserve.chat import ChatTemplate
 from hpcserve.errors import InvalidRequest
+from hpcserve.grammar import within_depth
 from hpcserve.requests import GenerateRequest, SamplingSettings
 from hpcserve.tokens import TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+MOST_ARGUMENTS_DEPTH = 64  # of the JSON of a call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +264,12 @@ def _choices(first: TextRequest, count: int, index: int) -> list[TextRequest]:
 def _past_call(index: int, call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
+        if not within_depth(arguments, MOST_ARGUMENTS_DEPTH):
+            raise ValueError("nested too deep")
     except (ValueError, RecursionError):
         path = f"messages[{index}].tool_calls"
-        raise InvalidRequest(f"cannot read '{path}': 'arguments' must be JSON", param=path) from None
+        wanted = f"'arguments' must be JSON, nested at most {MOST_ARGUMENTS_DEPTH} deep"
+        raise InvalidRequest(f"cannot read '{path}': {wanted}", param=path) from None
     function = {"name": call["function"]["name"], "arguments": arguments}
     return {**call, "type": "function", "function": function}
 
