@@ -299,12 +299,16 @@ class OpenPage:
         self.shown_s.append(time.monotonic())
 
     async def _ask(self) -> None:
-        self._writer.write(self._request("/"))
-        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        while True:
+            self._writer.write(self._request("/"))
+            head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+            fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+            self._pace_s = max(REFRESH_S, int(fields[b"x-hpcsched-refresh-ms"]) / 1000)
+            await self._reader.readexactly(int(fields[b"content-length"]))
+            if not head.startswith(b"http/1.1 429"):  # too many at once
+                break
+            await asyncio.sleep(max(self._pace_s, int(fields[b"retry-after"])))
         assert head.startswith(b"http/1.1 200"), head
-        fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
-        self._pace_s = max(REFRESH_S, int(fields[b"x-hpcsched-refresh-ms"]) / 1000)
-        await self._reader.readexactly(int(fields[b"content-length"]))
 
     def _request(self, path: str) -> bytes:
         head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._token}\r\n"

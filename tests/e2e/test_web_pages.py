@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn")
 
 from chromium import NEEDS_CHROMIUM, chromium
 from gateway_server import Served, serving
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from waiting import PATIENCE_S, wait_until
 
 pytestmark = NEEDS_CHROMIUM
@@ -76,6 +76,29 @@ def test_a_job_appears_by_itself_and_is_cancelled_from_its_page(served: Served, 
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.locator("#state")).to_have_text("CANCELLED")
     expect(page.locator("#story")).to_contain_text("submitted by")
+
+
+def test_a_page_that_is_refused_for_now_is_asked_for_again(served: Served, page: Page) -> None:
+    statuses: list[int] = []
+
+    def refuse_once(route: Route) -> None:
+        statuses.append(200 if statuses.count(429) or not statuses else 429)
+        if statuses[-1] == 200:
+            route.continue_()
+        else:
+            route.fulfill(status=429, headers={"retry-after": "1"}, body="too many")
+
+    other = page.context.new_page()
+    other.add_init_script("window.setInterval = () => 0")  # it would look again after a while in any case
+    other.route("**/jobs", refuse_once)
+    other.route(  # no event comes later
+        "**/api/v1/events*",
+        lambda route: route.fulfill(content_type="text/event-stream", body="retry: 3600000\n\n"),
+    )
+    other.goto(at(served, "/jobs"))
+    expect(other.locator("#status")).to_contain_text("Up to date")
+    assert statuses == [200, 429, 200]
+    other.close()
 
 
 def test_output_is_followed_filtered_and_never_markup(served: Served, page: Page) -> None:

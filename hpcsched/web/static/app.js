@@ -67,6 +67,10 @@ async function refresh() {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, cache: "no-store" });
     pace = Math.max(REFRESH_MS, Number(answer.headers.get("x-hpcsched-refresh-ms")));
     if (answer.status === 401) return say("The session has ended: run hpcsched web for a new link.", true);
+    if (answer.status === 429) {
+      pace = Math.max(pace, 1000 * Number(answer.headers.get("retry-after")));
+      return refreshSoon();
+    }
     if (!answer.ok) return say(`The page cannot be read (${answer.status}); it shows its last state.`, true);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const old of document.querySelectorAll("[data-live][id]")) {
