@@ -28,7 +28,7 @@ from hpcsched.errors import ProtocolError
 WIFI, WIRED, VIRTUAL = KINDS = ("wifi", "wired", "virtual")
 MOST_LINKED = 64  # nodes of one tournament
 PAIR_S = 12.0  # at most
-ALONE_S = 6.0  # for all pairs that are measured again
+ALONE_S = 4.0  # for all pairs that are measured again
 SLOW_PART = 0.5
 SHARED_PART = 0.8
 PAST_PART, LEAST_PAST = 0.7, 3

@@ -1,10 +1,12 @@
-"""What `hpcsched node bench` measures, beside openssl, sysbench, a STREAM copy in C, fio and iperf3, in turns.
+"""What `hpcsched node bench` measures, beside openssl, sysbench, a STREAM copy in C, fio, iperf3 and PyTorch, in turns.
 
-Each figure is the median of rounds in which both measured one after the other. A tool that is not there is left out.
+Each figure is the median of rounds in which both measured one after the other. A tool that is not there is left out. At the end
+all links of 16 nodes, which are on this machine: what counts is the time of all rounds.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcnode.agent import bench, link_speed, probe
+from hpcsched.loopback.cluster import LocalCluster
 from tests.bench import hosts
 from tests.bench.figures import Figure, from_samples
 
@@ -52,9 +55,9 @@ def run(quick: bool = False) -> list[Figure]:
     """Return each measurement with that of its tool as the floor."""
     rounds = 3 if quick else 9
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        pairs = {**_cpu(), **_cpus(), **_memory(Path(folder)), **_disk(Path(folder))}
+        pairs = {**_cpu(), **_cpus(), **_memory(Path(folder)), **_disk(Path(folder)), **_gemm()}
         figures = [_in_turns(name, *pair, rounds) for name, pair in pairs.items()]
-        return figures + _link(Path(folder), rounds)
+        return [*figures, *_link(Path(folder), rounds), _all_links()]
 
 
 Measure = Callable[[], float]
@@ -63,7 +66,7 @@ Measure = Callable[[], float]
 def _in_turns(name: str, ours: Measure, theirs: Measure, rounds: int) -> Figure:
     samples = [(ours(), theirs()) for _ in range(rounds)]
     tool = name.partition(" beside ")[2]
-    unit = {"cpu": "GB/s", "memory": "GB/s", "fsync": "ms", "link": "Mbit/s", "all": "CPUs"}.get(
+    unit = {"cpu": "GB/s", "memory": "GB/s", "fsync": "ms", "link": "Mbit/s", "all": "CPUs", "product": "GFLOP/s"}.get(
         name.split()[0], "MB/s"
     )
     floor = statistics.median(theirs for _, theirs in samples)
@@ -164,6 +167,28 @@ def _disk(folder: Path) -> dict[str, tuple[Measure, Measure]]:
     }
 
 
+def _gemm() -> dict[str, tuple[Measure, Measure]]:
+    if importlib.util.find_spec("torch") is None:
+        return {}
+
+    def ours() -> float:
+        said = _said(sys.executable, "-I", "-c", bench._PRODUCTS, str(bench.GEMM_S))  # not as nobody, as root would
+        return statistics.median(json.loads(said)["rounds"]["gemm_fp32"])
+
+    def theirs() -> float:
+        return float(_said(sys.executable, "-c", _TORCH_TIMER))
+
+    return {"product of matrices beside torch.utils.benchmark": (ours, theirs)}
+
+
+_TORCH_TIMER = """
+import torch
+from torch.utils.benchmark import Timer
+a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
+took = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads()).blocked_autorange(min_run_time=1.5)
+print(2 * 1024 ** 3 / took.median / 1e9)
+"""
+
 _SERVE = """
 import sys
 from hpcnode.agent import link_speed
@@ -206,3 +231,15 @@ def _link(folder: Path, rounds: int) -> list[Figure]:
             return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) / 1e6
 
         return [_in_turns(f"link of {MBIT_PER_S} Mbit/s beside iperf3", ours, theirs, rounds)]
+
+
+def _all_links(count: int = 16) -> Figure:
+    """Return what all links of nodes take, from the command to its table."""
+    names = tuple(f"n{number}" for number in range(1, count + 1))
+    with tempfile.TemporaryDirectory(dir="/tmp") as base, LocalCluster(Path(base), names) as cluster:
+        began_s = time.monotonic()
+        found = cluster.json("hpcsched", "node", "bench", "--links", "--json")["links"]
+        took_s = time.monotonic() - began_s
+        wrong = [link["why"] for link in found if link["why"]]
+        assert (len(found), wrong) == (count * (count - 1) // 2, []), wrong[:3]
+    return Figure(name=f"all links of {count} nodes", value=took_s, unit="s", bar="<= 30 s")

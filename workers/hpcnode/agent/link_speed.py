@@ -29,7 +29,7 @@ from hpcnode.os import process
 LISTEN_S = 20  # from listening to the end of all
 CONNECT_S = 3.0
 PATIENCE_S = 4.0  # for each answer of the other end
-STREAM_S, WARM_UP_S = 0.6, 0.15
+STREAM_S, WARM_UP_S = 0.45, 0.15
 LONGEST_STREAM_S = 4 * STREAM_S
 PINGS, LEAST_PINGS, PINGS_S = 300, 10, 0.25
 NONCE_BYTES = PROOF_BYTES = 32
