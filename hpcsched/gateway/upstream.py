@@ -20,6 +20,7 @@ from hpcnode.os.trust import is_made_by
 MOST = 400  # connections; the controller allows an account 512
 IDLE_S = 20.0  # then a connection is not used again; the controller closes it after 30 s
 TIMEOUT_S = 60.0
+FULL_S = 0.02  # between tries to connect while too many connections wait to be accepted
 MAX_ANSWER_BYTES = 256 << 20
 _UCRED = struct.Struct("iII")
 
@@ -90,13 +91,29 @@ class Upstream:
             if connection.is_open and now_s - connection.used_s < IDLE_S:
                 return connection, False
             connection.close()
-        loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_unix_connection(lambda: _UpstreamConnection(self._path), self._path)
+            sock = await self._connected()
         except OSError as error:
             why = error.strerror or str(error)
             raise UpstreamError(502, f"cannot answer: the controller does not run, or is not reached: {why}") from None
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(lambda: _UpstreamConnection(self._path), sock=sock)
         return connection, True
+
+    async def _connected(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        try:
+            while True:
+                try:
+                    sock.connect(self._path)
+                except BlockingIOError:  # many wait until the controller accepts them; asyncio takes this for success
+                    await asyncio.sleep(FULL_S)
+                else:
+                    return sock
+        except BaseException:
+            sock.close()
+            raise
 
     def close(self) -> None:
         """Close all idle connections."""
