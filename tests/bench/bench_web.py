@@ -282,7 +282,7 @@ class OpenPage:
 
     async def keep(self) -> None:
         """Read events until cancelled."""
-        self._reader, self._writer = await asyncio.open_connection("localhost", self._port, ssl=self._context)
+        await self._connect()
         reader, writer = await asyncio.open_connection("localhost", self._port, ssl=self._context)
         writer.write(self._request("/api/v1/events"))
         await reader.readuntil(b"\r\n\r\n")
@@ -292,6 +292,9 @@ class OpenPage:
             if line.startswith(b"event: job") and (self._refresh is None or self._refresh.done()):
                 self._refresh = asyncio.create_task(self._soon())
 
+    async def _connect(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection("localhost", self._port, ssl=self._context)
+
     async def _soon(self) -> None:
         await asyncio.sleep(max(GATHER_S, self._refreshed_s + self._pace_s - time.monotonic()))
         self._refreshed_s = time.monotonic()
@@ -300,8 +303,12 @@ class OpenPage:
 
     async def _ask(self) -> None:
         while True:
-            self._writer.write(self._request("/"))
-            head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+            try:
+                self._writer.write(self._request("/"))
+                head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+            except (asyncio.IncompleteReadError, ConnectionError):  # closed after it was idle
+                await self._connect()
+                continue
             fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
             self._pace_s = max(REFRESH_S, int(fields[b"x-hpcsched-refresh-ms"]) / 1000)
             await self._reader.readexactly(int(fields[b"content-length"]))
