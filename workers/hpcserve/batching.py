@@ -6,10 +6,10 @@ Does not know torch, clocks or threads: `now_s` and the seconds that steps took 
 
 Rules. Sequences are ranked by arrival; a level of priority is worth `PRIORITY_S` seconds, so that nothing starves. Each step
 has first the sequences that decode, then parts of prompts. While sequences decode, those parts are small enough for the step
-to take at most `gap_factor` times what it takes without them, by measured costs. If blocks run out, the lowest-ranked sequence
-is preempted: its blocks are freed, and its tokens are computed again later. Full blocks stay in a prefix cache until their
-place is needed; a block that is shared or cached is never written. With a pipeline, `depth` steps are under way at once; each
-decoding sequence is in one of them.
+to take at most `gap_factor` times what it takes without them, by measured costs, and at most `step_s`. If blocks run out, the
+lowest-ranked sequence is preempted: its blocks are freed, and its tokens are computed again later. Full blocks stay in a prefix
+cache until their place is needed; a block that is shared or cached is never written. With a pipeline, `depth` steps are under
+way at once; each decoding sequence is in one of them.
 
 Sources: Orca (OSDI 2022), vLLM (SOSP 2023), Sarathi-Serve (OSDI 2024).
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ class BatchLimits:
     waiting: int = 256
     step_tokens: int = 512
     gap_factor: float = 2.0  # of the time of a step without prompts
-    step_s: float | None = None  # the longest step while sequences decode, instead of `gap_factor`
+    step_s: float = math.inf  # the longest step with parts of prompts, unless their smallest take longer
     alone_s: float = 1.0  # the longest step otherwise: new and cancelled requests wait for its end
 
 
@@ -433,14 +434,13 @@ class Batcher:
         most = self.limits.step_tokens - decoding
         others = any(sequence.flights and sequence.planned >= len(sequence.tokens) for sequence in self._running)
         if not decoding and not others:
-            return min(most, max(LEAST_ALONE, self.costs.most_tokens(self.limits.alone_s, most)))
+            alone_s = min(self.limits.alone_s, self.limits.step_s)
+            return min(most, max(LEAST_ALONE, self.costs.most_tokens(alone_s, most)))
         if decoding and not self.costs.knows(decoding):
             return 0  # one step without prompts, to measure what the others are compared with
-        limit_s = self.limits.step_s
-        base_s = self.costs.predict_s(max(1, decoding))
-        if limit_s is None and base_s is not None:
-            limit_s = self.limits.gap_factor * base_s
-        fast = 0 if limit_s is None else self.costs.most_tokens(limit_s, self.limits.step_tokens) - decoding
+        base_s = self.costs.predict_s(max(1, decoding)) or 0.0
+        limit_s = min(self.limits.gap_factor * base_s, self.limits.step_s)
+        fast = self.costs.most_tokens(limit_s, self.limits.step_tokens) - decoding
         return min(most, max(fast, SMALLEST_CHUNK))
 
     def _row(self, sequence: LiveSequence, count: int) -> PlannedRow:

@@ -102,11 +102,19 @@ def make_linear(weight: Weight, bias: Tensor | None, kind: WeightKind, device: t
     try:
         return _CHOSEN[key].make(weight, bias)
     except (RuntimeError, ValueError, AttributeError) as error:
-        log.warning("%s cannot take a matrix of %s: %s", _CHOSEN[key].name, list(shape), _first_line(error))
+        _leave_out(_CHOSEN[key], f"{_first_line(error)} (a matrix of {list(shape)})")
         return makers[-1].make(weight, bias)
 
 
 _CHOSEN: dict[tuple[WeightKind, int, int, str], LinearMaker] = {}
+_LEFT_OUT: set[str] = set()
+
+
+def _leave_out(maker: LinearMaker, why: str) -> None:
+    """Log why a maker is not used: once as a warning, because a model has many shapes."""
+    level = logging.DEBUG if maker.name in _LEFT_OUT else logging.WARNING
+    _LEFT_OUT.add(maker.name)
+    log.log(level, "%s is not used: %s", maker.name, why)
 
 
 def _as_kind(weight: Weight, kind: WeightKind) -> Weight:
@@ -157,10 +165,10 @@ def _fastest(makers: Sequence[LinearMaker], weight: Weight) -> LinearMaker:
             linear = maker.make(weight, None)
             error = max(_error(linear, matrix, tokens) for tokens in TESTED_TOKENS)
         except (RuntimeError, ValueError, AttributeError) as failure:
-            log.warning("%s is not used: %s", maker.name, _first_line(failure))
+            _leave_out(maker, _first_line(failure))
             continue
         if not error < LARGEST_ERROR and maker is not makers[-1]:
-            log.warning("%s is not used: it is wrong by %.3f", maker.name, error)
+            _leave_out(maker, f"it is wrong by {error:.3f}")
             continue
         made.append((maker, linear))
         if rows * columns < SMALLEST_MEASURED:

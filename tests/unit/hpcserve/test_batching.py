@@ -88,12 +88,19 @@ def test_a_prompt_advances_however_slow_the_steps_are() -> None:
     assert play(batcher, batcher.next_step()) == {"a": 1, "b": SMALLEST_CHUNK}
 
 
-def test_the_longest_step_can_be_given_in_seconds() -> None:
-    batcher = batcher_with({1: 0.01, 512: 5.12}, step_s=0.2)
+@pytest.mark.parametrize(("gap_factor", "tokens"), [(100.0, 19), (5.0, 4)], ids=["own-limit", "gap-factor"])
+def test_a_longest_step_in_seconds_is_a_ceiling(gap_factor: float, tokens: int) -> None:
+    batcher = batcher_with({1: 0.01, 512: 5.12}, step_s=0.2, gap_factor=gap_factor)
     batcher.add(asked("a", 1), 0)
     play(batcher, batcher.next_step())
     batcher.add(asked("b", 200), 1)
-    assert play(batcher, batcher.next_step())["b"] == pytest.approx(19, abs=2)
+    assert play(batcher, batcher.next_step())["b"] == pytest.approx(tokens, abs=1)
+
+
+def test_a_step_of_prompts_alone_has_the_ceiling_too() -> None:
+    batcher = batcher_with({100: 0.5}, blocks=100, step_s=0.4)
+    batcher.add(asked("a", 600), 0)
+    assert play(batcher, batcher.next_step()) == {"a": 80}
 
 
 def test_a_step_of_prompts_alone_is_short_as_well() -> None:

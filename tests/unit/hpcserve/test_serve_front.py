@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 from pathlib import Path
 
@@ -28,11 +29,20 @@ def test_options_without_a_value_follow_from_the_model(model: Path) -> None:
     settings = settings_of(options(str(model)), {})
     assert (settings.group.ranks, settings.group.kind, settings.spares) == (1, "bf16", 0)
     assert settings.group.load.context_tokens == 256, "the tiny model knows no more"
+    assert settings.step_s == math.inf
+    assert settings_of(options(str(model), "--max-step-ms", "50"), {}).step_s == 0.05
 
 
 @pytest.mark.parametrize(
     "words",
-    [("--context", "300"), ("--ranks", "0"), ("--spares", "-1"), ("--silence", "0.1"), ("--streams", "0")],
+    [
+        ("--context", "300"),
+        ("--ranks", "0"),
+        ("--spares", "-1"),
+        ("--silence", "0.1"),
+        ("--streams", "0"),
+        ("--max-step-ms", "0"),
+    ],
     ids=" ".join,
 )
 def test_options_without_sense_are_refused(model: Path, words: tuple[str, ...]) -> None:

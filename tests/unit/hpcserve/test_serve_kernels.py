@@ -16,6 +16,7 @@ OUT, IN = 48, 64
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_CHOSEN", {})
+    monkeypatch.setattr(kernels, "_LEFT_OUT", set())
 
 
 @pytest.fixture
@@ -72,6 +73,18 @@ def test_a_maker_that_computes_wrongly_is_left_out(
     assert error(linear(hidden(3)), F.linear(hidden(3), matrix)) < 0.01
     assert "wrong is not used: it is wrong by 0.1" in caplog.text
     assert "missing is not used: no such operator" in caplog.text
+
+
+def test_a_maker_that_is_missing_is_told_once_for_all_shapes(
+    matrix: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(weight: kernels.Weight, bias: torch.Tensor | None) -> kernels.Linear:
+        raise RuntimeError(f"no operator for {kernels._shape(weight)}")
+
+    monkeypatch.setattr(kernels, "_makers", lambda *_: (LinearMaker(name="missing", make=missing), BFLOAT16))
+    for rows in (OUT, OUT // 2, OUT // 4):
+        make_linear(matrix[:rows], None, WeightKind.BF16)
+    assert caplog.text.count("missing is not used") == 1
 
 
 def test_a_maker_is_chosen_once_for_a_shape(matrix: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

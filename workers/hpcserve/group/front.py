@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -65,6 +66,7 @@ class FrontSettings:
     leave_s: float = LEAVE_S
     hold_s: float = HOLD_S
     memory_bytes: int = 0  # of each rank; 0: what is free
+    step_s: float = math.inf  # the longest step with parts of prompts
     patience_s: float = 60.0  # for all ranks, before fewer of them begin
 
 
@@ -149,6 +151,7 @@ class ServeFront:
             "HPCSERVE_FRONT": str(self._listener.sockets[0].getsockname()[1]),
             "HPCSERVE_VERSION": self.version,
             "HPCSERVE_MEMORY": str(settings.memory_bytes),
+            "HPCSERVE_STEP": str(settings.step_s),
             "HPCSERVE_MEASURE": settings.group.kind if settings.group.shape == "auto" else "",
         }
         for node in nodes:
@@ -414,6 +417,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--listen", default="127.0.0.1:8000", metavar="ADDRESS", help="unix:PATH or HOST:PORT (%(default)s)"
     )
     parser.add_argument(
+        "--max-step-ms", type=float, default=math.inf, metavar="MS", help="longest step with parts of prompts"
+    )
+    parser.add_argument(
         "--memory",
         type=int,
         default=0,
@@ -447,8 +453,11 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Fron
         min(options.streams, 1 if options.ranks is None else options.ranks) < 1
         or options.spares < 0
         or not 0.5 <= options.silence < 3600
+        or not options.max_step_ms >= 1
     ):
-        raise ServeError("cannot serve: --streams and --ranks are from 1, --spares from 0, --silence from 0.5")
+        raise ServeError(
+            "cannot serve: --streams, --ranks and --max-step-ms are from 1, --spares from 0, --silence from 0.5"
+        )
     config = read_config(options.model)
     asked = 4096 if options.context is None else options.context
     context = min(asked, config.context_tokens)
@@ -471,6 +480,7 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Fron
         silent_s=options.silence,
         hold_s=options.hold,
         memory_bytes=max(0, options.memory) << 20,
+        step_s=options.max_step_ms / 1000,
     )
 
 

@@ -4,7 +4,8 @@ The leader, rank 0 of a generation, also runs the engine, and serves the front's
 rank leaves a broken generation at once; a part that is still the same in the next generation is kept.
 Environment: HPCTRAIN_ROSTER, HPCTRAIN_ROSTER_KEY and HPCTRAIN_SLOT (`hpctrain.elastic.member`); HPCSERVE_FRONT is the port of the
 front, on the host of the roster; HPCSERVE_VERSION the hash of the front's model; HPCSERVE_SHARE how many ranks share this host;
-HPCSERVE_MEMORY the most bytes that a rank may use, also enforced; HPCSERVE_MEASURE the kind of weights whose speed is measured.
+HPCSERVE_MEMORY the most bytes that a rank may use, also enforced; HPCSERVE_MEASURE the kind of weights whose speed is measured;
+HPCSERVE_STEP the seconds of the longest step with parts of prompts.
 Does not know other ranks before the roster names them.
 """
 
@@ -234,7 +235,11 @@ class ServeRank:
 
     def _lead(self, model: DecoderModel, links: RankLinks, generation: int) -> None:
         links.await_ready()
-        limits = BatchLimits(blocks=model.cache.blocks, context_tokens=self._config.context_tokens)
+        limits = BatchLimits(
+            blocks=model.cache.blocks,
+            context_tokens=self._config.context_tokens,
+            step_s=float(self._environ.get("HPCSERVE_STEP", "inf")),
+        )
         runner = GroupRunner(model, links)
         self._program = runner.program
         engine = LocalEngine(
