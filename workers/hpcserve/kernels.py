@@ -48,7 +48,7 @@ class WeightKind(enum.StrEnum):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """The type of keys, values and embeddings."""
+        """The type of keys and values, and of numbers that are not quantized."""
         return torch.float32 if self is WeightKind.FP32 else torch.bfloat16
 
 
@@ -85,6 +85,18 @@ def stacked(weights: Sequence[Weight]) -> Weight:
             zeros=torch.cat([one.zeros for one in fours]),
         )
     return torch.cat([floats(weight) for weight in weights])
+
+
+def embedding_table(weight: Weight, kind: WeightKind, device: torch.device | str = "cpu") -> Weight:
+    """Return an embedding as a kind keeps it: int8 also for int4, because a step reads few of its rows."""
+    return _on(_as_kind(weight, WeightKind.INT8 if kind is WeightKind.INT4 else kind), torch.device(device))
+
+
+def embedded(table: Weight, tokens: Tensor) -> Tensor:
+    """Return the rows of an embedding, as float32."""
+    if isinstance(table, Int8Weight):
+        return table.values.index_select(0, tokens).float() * table.scale.index_select(0, tokens)[:, None]
+    return F.embedding(tokens, floats(table)).float()
 
 
 def make_linear(weight: Weight, bias: Tensor | None, kind: WeightKind, device: torch.device | str = "cpu") -> Linear:

@@ -21,7 +21,7 @@ from torch import Tensor
 from hpcserve.cache import KvCache, run_of
 from hpcserve.config import CONFIG_NAME, Activation, ModelConfig, ModelFamily, NormKind, RopeKind, RopeSettings
 from hpcserve.errors import ModelFileError, ServeError
-from hpcserve.kernels import Linear, Weight, WeightKind, make_linear, stacked
+from hpcserve.kernels import Linear, Weight, WeightKind, embedded, embedding_table, make_linear, stacked
 from hpcserve.split import ModelPart, Span
 from hpcserve.steps import BLOCK_POSITIONS, ForwardStep, StepRow
 from hpcserve.weights import WeightFiles
@@ -369,11 +369,11 @@ class DecoderModel:
         """Return the hidden states before the first layer."""
         vocab = self.part.vocab
         if len(vocab) == self.config.vocab:
-            hidden = F.embedding(layout.tokens, self._embedding).float()
+            hidden = embedded(self._embedding, layout.tokens)
         else:
             hidden = torch.zeros(len(layout.tokens), self.config.hidden, device=self.device)
             ours = (layout.tokens >= vocab.start) & (layout.tokens < vocab.stop)
-            hidden[ours] = F.embedding(layout.tokens[ours] - vocab.start, self._embedding).float()
+            hidden[ours] = embedded(self._embedding, layout.tokens[ours] - vocab.start)
             if reduce is not None:
                 reduce(hidden)
         if self.config.embedding_scale != 1.0:
@@ -484,7 +484,7 @@ class _Loader:
         self.config, self.checkpoint, self.part, self.kind, self.device = config, checkpoint, part, kind, device
         self.names = GPT2_NAMES if config.family is ModelFamily.GPT2 else ROTARY_NAMES
         self.prefix = self.names.prefix
-        if self.prefix + self.names.embedding not in checkpoint.tensors:
+        if not checkpoint.has_matrix(self.prefix + self.names.embedding):
             self.prefix = ""  # files of the decoder without its head
         group = config.head_dim * config.heads_of_group
         self.query = Span(part.kv_groups.start * group, part.kv_groups.stop * group)
@@ -511,22 +511,19 @@ class _Loader:
             down_bias=self.vector(base + self.names.down + ".bias", config.hidden) if config.ffn_bias else None,
         )
 
-    def ends(self, *, first: bool, last: bool) -> tuple[Tensor, Linear | None]:
+    def ends(self, *, first: bool, last: bool) -> tuple[Weight, Linear | None]:
         """Return the rows of the embedding and of the head, as far as the part has them."""
         config, vocab = self.config, self.part.vocab
-        name = self.prefix + self.names.embedding
-        table = torch.empty(0, config.hidden)
+        weight: Weight = torch.empty(0, config.hidden)
         if first or (last and config.tied):
-            self.expect(name, (config.vocab, config.hidden))
-            table = self.checkpoint.read(name, vocab).to(self.kind.hidden_dtype).to(self.device)
+            name = self.prefix + self.names.embedding
+            weight = self.stored(name, (config.vocab, config.hidden), vocab, None)
+        table = embedding_table(weight, self.kind, self.device) if first else torch.empty(0, config.hidden)
         head = None
         if last and len(vocab):
-            if config.tied:
-                head = make_linear(table, None, self.kind, self.device)
-            else:
-                head = make_linear(
-                    self.rows("lm_head", vocab, config.vocab, config.hidden), None, self.kind, self.device
-                )
+            if not config.tied:
+                weight = self.rows("lm_head", vocab, config.vocab, config.hidden)
+            head = make_linear(weight, None, self.kind, self.device)
         return table, head
 
     def positions(self) -> Tensor | None:
@@ -581,13 +578,19 @@ class _Loader:
         return make_linear(self.matrix(name, (self.config.hidden, inputs), None, span), None, self.kind, self.device)
 
     def matrix(self, name: str, shape: tuple[int, int], rows: Span | None, columns: Span | None) -> Weight:
-        """Return rows and columns of a matrix of this shape, also if the file has it turned round."""
-        name = f"{name}.weight"
-        for stored, width in ((f"{name}.int8", shape[1]), (f"{name}.int4", shape[1] // 2)):
-            if stored in self.checkpoint.tensors:
-                self.expect(stored, (shape[0], width))
+        """Return rows and columns of a matrix of a layer, or of the head."""
+        is_turned = self.names.turned and not name.startswith("lm_head")
+        return self.stored(f"{name}.weight", shape, rows, columns, is_turned=is_turned)
+
+    def stored(
+        self, name: str, shape: tuple[int, int], rows: Span | None, columns: Span | None, *, is_turned: bool = False
+    ) -> Weight:
+        """Return rows and columns of a matrix of this shape; floats of it may be turned round in the file."""
+        for quantized, width in ((f"{name}.int8", shape[1]), (f"{name}.int4", shape[1] // 2)):
+            if quantized in self.checkpoint.tensors:
+                self.expect(quantized, (shape[0], width))
                 return self.checkpoint.matrix(name, rows, columns)
-        if self.names.turned and not name.startswith("lm_head"):
+        if is_turned:
             self.expect(name, (shape[1], shape[0]))
             return self.checkpoint.read(name, columns, rows).t().contiguous()
         self.expect(name, shape)

@@ -207,8 +207,13 @@ class PlanTask:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of a value that is not quantized: embeddings, keys, values."""
+        """Bytes of a key's or value's number, and of an embedding's that is not quantized."""
         return 4 if self.kind == "fp32" else 2
+
+    @property
+    def embedding_bytes(self) -> float:
+        """Bytes of a number of the embedding: int8 in both quantized kinds, with a scale for each row."""
+        return self.plain_bytes if self.kind in ("fp32", "bf16") else 1 + 4 / self.shape.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -568,7 +573,7 @@ def unit_bytes(task: PlanTask, layers: int, first: bool, last: bool, streams: in
     return UnitBytes(
         group=layers * (task.matrix_bytes(shape.group_weights()) + cache),
         columns=layers * task.matrix_bytes(shape.column_weights()) * FFN_COLUMNS,
-        vocab=VOCAB_ROWS * shape.width * (first * task.plain_bytes + last * task.matrix_bytes(1)),
+        vocab=VOCAB_ROWS * shape.width * (first * task.embedding_bytes + last * task.matrix_bytes(1)),
     )
 
 
@@ -755,7 +760,7 @@ def memory_of(task: PlanTask, stages: Sequence[StageWidths], streams: int) -> It
             yield RankMemory(
                 node=node.name,
                 weights_bytes=math.ceil(
-                    task.matrix_bytes(widths.layers * layer + last * rows) + first * rows * task.plain_bytes
+                    task.matrix_bytes(widths.layers * layer + last * rows) + first * rows * task.embedding_bytes
                 ),
                 kv_bytes=widths.layers * widths.groups[place] * cache,
                 work_bytes=work_bytes(task, last, streams),

@@ -3,8 +3,9 @@
 A rank reads its rows or columns of a matrix alone, with pread; nothing is mapped.  Does not know families or kernels.
 
 Quantized files are safetensors, too, and config.json says so: `"hpcserve": {"weights": "int8"}` or `"int4"`.  A matrix NAME
-(with `.weight`) of `out` rows and `in` columns is replaced; vectors, embeddings and routers stay floats.  A GPT-2 matrix, which
-is stored as columns and rows, is turned round first.
+(with `.weight`) of `out` rows and `in` columns is replaced; vectors, tables of positions and routers stay floats.  An embedding
+is int8 in both, because a step reads few of its rows.  A GPT-2 matrix, which is stored as columns and rows, is turned round
+first.
   int8:  NAME.int8    [out, in]     int8      value = int8 * scale, by row
          NAME.scale   [out]         float32
   int4:  NAME.int4    [out, in / 2]  uint8     two numbers 0 to 15: the even column in the low half
@@ -264,6 +265,10 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def has_matrix(self, name: str) -> bool:
+        """Return whether the model has a matrix of this name, in any form."""
+        return not self.tensors.keys().isdisjoint((name, f"{name}.int8", f"{name}.int4"))
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor.
 
@@ -327,9 +332,12 @@ class WeightFiles:
         Columns of an int4 matrix that cut a group are returned as float32.
         """
         if f"{name}.int8" in self.tensors:
-            return Int8Weight(
-                values=self.read(f"{name}.int8", rows, columns), scale=self.read(f"{name}.scale", rows).float()
-            )
+            values, scale = self.read(f"{name}.int8", rows, columns), self.read(f"{name}.scale", rows).float()
+            if scale.shape != values.shape[:1]:
+                raise ModelFileError(
+                    f"cannot serve the model: {name!r} has scales of shape {list(scale.shape)} for {len(values)} rows"
+                )
+            return Int8Weight(values=values, scale=scale)
         if f"{name}.int4" in self.tensors:
             return self._int4(name, rows, columns)
         return self.read(name, rows, columns)

@@ -178,6 +178,15 @@ def test_a_model_larger_than_any_node_is_split(frees):
     assert len(plan.candidates[0].nodes) == len(frees)
 
 
+@pytest.mark.parametrize(("kind", "share"), [("int8", 0.53), ("int4", 0.33)], ids=["int8", "int4"])
+def test_quantized_weights_take_half_or_a_third_of_the_memory(kind, share):
+    def weights_bytes(kind):
+        plan = make_plan(LLAMA, kind, nodes_of(8), SHARED_MEMORY, ServeLoad())
+        return plan.candidates[0].replicas[0].memory[0].weights_bytes
+
+    assert weights_bytes(kind) < share * weights_bytes("bf16")
+
+
 def test_a_slow_node_is_left_out_with_a_reason():
     nodes = [node("a"), node("b"), node("c", 8, 0.5), node("d", 0.2)]
     plan = make_plan(LLAMA, "bf16", nodes, LinkTable(), ServeLoad())

@@ -45,15 +45,44 @@ def test_a_quantized_model_computes_nearly_the_same(tmp_path, family, kind, erro
     assert (tmp_path / "small" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
-def test_matrices_have_a_byte_or_less_for_each_weight(llama, tmp_path):
-    plain = 2 * 320 * 64 * 2  # the embedding stays bfloat16; the head is a matrix
-    for kind, share in ((StoredKind.INT8, 0.53), (StoredKind.INT4, 0.33)):
-        quantize_model(llama, tmp_path / kind, kind)
-        size = model_size(tmp_path / kind)
-        before = model_size(llama).bf16_bytes
-        assert size.bf16_bytes == before
-        matrices = before - plain // 2
-        assert size.stored_bytes - plain // 2 < (share + 0.03) * matrices  # small rows: scales count for more
+# A sixteenth of the weights is the embedding, another one the head, as of a Llama with 1.1 billion weights.
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.parametrize(("kind", "share"), [("int8", 0.53), ("int4", 0.33)], ids=["int8", "int4"])
+def test_a_quantized_model_has_half_or_a_third_of_the_bytes(tmp_path, kind, share):
+    source = tiny_model(tmp_path / "source", **WIDE)
+    quantize_model(source, tmp_path / "small", StoredKind(kind))
+    size = model_size(tmp_path / "small")
+    assert size.bf16_bytes == model_size(source).bf16_bytes
+    assert size.stored_bytes < share * size.bf16_bytes
+    with WeightFiles(tmp_path / "small") as files:
+        assert files.tensors["model.embed_tokens.weight.int8"].shape == (320, 256)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own-head", "tied"])
+@pytest.mark.parametrize("kind", [StoredKind.INT8, StoredKind.INT4])
+def test_a_quantized_file_computes_what_quantizing_at_load_does(tmp_path, kind, tied):
+    source = tiny_model(tmp_path / "source", tie_word_embeddings=tied)
+    quantize_model(source, tmp_path / "small", kind)
+    found, wanted = logits_of(tmp_path / "small", WeightKind(kind)), logits_of(source, WeightKind(kind))
+    most = 0.2 if tied and kind is StoredKind.INT4 else 1e-5  # the head is made of the embedding's int8
+    assert (found - wanted).norm() / wanted.norm() < most
+
+
+def test_a_model_whose_embedding_was_left_in_floats_is_still_read(tmp_path, llama, monkeypatch):
+    monkeypatch.setattr(hpcserve.smaller.quantize, "PLAIN_MATRICES", hpcserve.smaller.quantize.EMBEDDINGS)
+    quantize_model(llama, tmp_path / "small", StoredKind.INT8)
+    with WeightFiles(tmp_path / "small") as files:
+        assert "model.embed_tokens.weight" in files.tensors
+    wanted = logits_of(llama, WeightKind.INT8)
+    assert (logits_of(tmp_path / "small", WeightKind.INT8) - wanted).norm() / wanted.norm() < 0.02
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss(llama):

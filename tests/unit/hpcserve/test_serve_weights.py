@@ -270,6 +270,13 @@ def test_a_head_that_should_be_the_embedding_is_refused(tmp_path: Path) -> None:
         DecoderModel(config, files, whole_part(config), "fp32")
 
 
+def test_scales_that_are_not_one_for_each_row_are_refused(tmp_path: Path) -> None:
+    tensors = {"a.weight.int8": torch.ones(4, 8, dtype=torch.int8), "a.weight.scale": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path) as files, pytest.raises(ModelFileError, match=r"scales of shape \[3\] for 4 rows"):
+        files.matrix("a.weight")
+
+
 def test_the_version_follows_all_that_changes_answers(directory: Path) -> None:
     def version() -> str:
         with WeightFiles(directory) as files:

@@ -1,8 +1,8 @@
 """Makes a smaller model of a model: its matrices as int8 or int4, in a new directory.
 
 The format is described in `weights`. One matrix is in memory at a time. Does not know how well the result predicts:
-`perplexity` does. Rules: a new directory appears as a whole or not at all, and never replaces another. Embeddings, norms,
-biases and routers stay floats, in bfloat16 if they were larger and have rows; so do matrices without whole groups for int4.
+`perplexity` does. Rules: a new directory appears as a whole or not at all, and never replaces another. Norms, biases, tables of
+positions and routers stay floats, in bfloat16 if they were larger and have rows; so do matrices without whole groups for int4.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ COPIED_NAMES = (
     "chat_template.jinja",
     "added_tokens.json",
 )
-PLAIN_MATRICES = ("embed_tokens.weight", "wte.weight", "wpe.weight", "mlp.gate.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+PLAIN_MATRICES = ("wpe.weight", "mlp.gate.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +155,13 @@ def quantize_model(source: Path, target: Path, kind: StoredKind) -> None:
 def quantized(name: str, tensor: Tensor, kind: StoredKind, turned: bool) -> dict[str, Tensor]:
     """Return the tensors that take the place of one."""
     is_matrix = tensor.ndim == 2 and name.endswith(".weight") and not name.endswith(PLAIN_MATRICES)
-    matrix = tensor.t().contiguous() if is_matrix and turned and not name.startswith("lm_head") else tensor
-    if not is_matrix or (kind is StoredKind.INT4 and matrix.shape[1] % GROUP_COLUMNS):
+    is_embedding = name.endswith(EMBEDDINGS)
+    is_turned = turned and is_matrix and not is_embedding and not name.startswith("lm_head")
+    matrix = tensor.t().contiguous() if is_turned else tensor
+    is_eight = kind is StoredKind.INT8 or is_embedding
+    if not is_matrix or (not is_eight and matrix.shape[1] % GROUP_COLUMNS):
         return {name: tensor.bfloat16() if tensor.ndim == 2 and tensor.dtype is torch.float32 else tensor}
-    if kind is StoredKind.INT8:
+    if is_eight:
         eight = quantized_int8(matrix)
         return {f"{name}.int8": eight.values, f"{name}.scale": eight.scale}
     four = quantized_int4(matrix)
