@@ -45,10 +45,17 @@ class KvCache:
     def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return keys and values [groups, positions, head_dim] of these positions."""
         if isinstance(slots, slice):
-            return self.keys[layer][slots].transpose(0, 1), self.values[layer][slots].transpose(0, 1)
+            first, count = slots.start, slots.stop - slots.start
+            keys, values = self.keys[layer].narrow(0, first, count), self.values[layer].narrow(0, first, count)
+            return keys.transpose(0, 1), values.transpose(0, 1)
         # Several times faster than an index in brackets.
         keys, values = self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
         return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def read_rows(self, layer: int, slots: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [rows, groups, positions, head_dim] of equally long rows."""
+        keys, values = self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+        return keys.unflatten(0, (rows, -1)).transpose(1, 2), values.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def run_of(blocks: Sequence[int], start: int, stop: int) -> tuple[int, int] | None:

@@ -88,7 +88,10 @@ def stacked(weights: Sequence[Weight]) -> Weight:
 
 
 def embedding_table(weight: Weight, kind: WeightKind, device: torch.device | str = "cpu") -> Weight:
-    """Return an embedding as a kind keeps it: int8 also for int4, because a step reads few of its rows."""
+    """Return an embedding as a kind keeps it.
+
+    It is int8 also for int4, because a step reads few of its rows.
+    """
     return _on(_as_kind(weight, WeightKind.INT8 if kind is WeightKind.INT4 else kind), torch.device(device))
 
 

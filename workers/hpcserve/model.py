@@ -10,12 +10,13 @@ Sources: the modeling files of transformers 5.23; Megatron-LM (Shoeybi et al., 2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hpcserve.cache import KvCache, run_of
@@ -74,6 +75,9 @@ GPT2_NAMES = TensorNames(
 Reduce = Callable[[Tensor], None]
 Norm = Callable[[Tensor], Tensor]
 SHORTEST_ROPE_TABLE = 512
+# Rows of a batch are copied and padded.  On a CPU longer rows cost less where they are.
+LONGEST_COPIED = 128
+PADDED_POSITIONS = 32
 
 
 def whole_part(config: ModelConfig) -> ModelPart:
@@ -99,6 +103,24 @@ class RowLayout:
     def positions(self) -> int:
         """The number of positions that the last new token sees."""
         return self.start + self.last - self.first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatch:
+    """Rows of one token whose attention is computed at once; the shorter ones are padded."""
+
+    tokens: Tensor  # their places in the step
+    slots: Tensor  # of the cache, [rows * positions]
+    mask: Tensor | None  # what is added to the scores, [rows, 1, 1, positions]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatches:
+    """How the attention of rows is computed: in batches, then the other rows one by one."""
+
+    batches: tuple[RowBatch, ...]
+    alone: tuple[int, ...]
+    order: Tensor | None  # places of the tokens in these results, unless they are in order
 
 
 class StepLayout:
@@ -127,6 +149,7 @@ class StepLayout:
         self.slots = self._new_slots()
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._seen: dict[tuple[int, int | None], Tensor | slice] = {}
+        self._batches: dict[int | None, RowBatches] = {}
 
     def _new_slots(self) -> Tensor | slice:
         """Return where new keys go; a slice if they are one run."""
@@ -135,12 +158,7 @@ class StepLayout:
             run = run_of(row.blocks, row.start, row.positions)
             if run is not None:
                 return slice(*run)
-        slots = [
-            np.asarray(row.blocks, dtype=np.int64)[places // BLOCK_POSITIONS] * BLOCK_POSITIONS
-            + places % BLOCK_POSITIONS
-            for row in self.rows
-            for places in [np.arange(row.start, row.positions)]
-        ]
+        slots = [_slots(row, row.start) for row in self.rows]
         return torch.from_numpy(np.concatenate(slots or [np.zeros(0, dtype=np.int64)])).to(self._device)
 
     def _first_seen(self, row: RowLayout, window: int | None) -> int:
@@ -157,11 +175,62 @@ class StepLayout:
             if run is not None:
                 found = slice(*run)
             else:
-                places = np.arange(start, row.positions)
-                blocks = np.asarray(row.blocks, dtype=np.int64)[places // BLOCK_POSITIONS]
-                found = torch.from_numpy(blocks * BLOCK_POSITIONS + places % BLOCK_POSITIONS).to(self._device)
+                found = torch.from_numpy(_slots(row, start)).to(self._device)
             self._seen[index, window] = found
         return found
+
+    def batches(self, window: int | None, dtype: torch.dtype) -> RowBatches:
+        """Return which rows are computed together, with masks of a type."""
+        found = self._batches.get(window)
+        if found is None:
+            alone, batched = self._shared_rows(window)
+            made = tuple(self._batch(rows, window, dtype) for rows in batched)
+            places = [self.rows[index].first for rows in batched for index in rows]
+            places += [place for index in alone for place in range(self.rows[index].first, self.rows[index].last)]
+            is_ordered = all(place == at for at, place in enumerate(places))
+            order = None if is_ordered else torch.tensor(np.argsort(places), device=self._device)
+            found = RowBatches(batches=made, alone=tuple(alone), order=order)
+            self._batches[window] = found
+        return found
+
+    def _shared_rows(self, window: int | None) -> tuple[list[int], list[list[int]]]:
+        """Return the rows to compute alone, and those of about equal length to compute together.
+
+        A GPU computes any rows of one token together, because each call costs it more than padding.
+        """
+        alone: list[int] = []
+        similar: dict[int, list[int]] = {}
+        for index, row in enumerate(self.rows):
+            seen = row.positions - self._first_seen(row, window)
+            if row.last - row.first > 1:
+                alone.append(index)
+            elif self._device.type != "cpu":
+                similar.setdefault(seen.bit_length(), []).append(index)
+            elif seen <= LONGEST_COPIED or not isinstance(self.seen_slots(index, window), slice):
+                similar.setdefault(-(-seen // PADDED_POSITIONS), []).append(index)
+            else:
+                alone.append(index)
+        alone += [rows[0] for rows in similar.values() if len(rows) == 1]
+        return sorted(alone), [rows for rows in similar.values() if len(rows) > 1]
+
+    def _batch(self, rows: Sequence[int], window: int | None, dtype: torch.dtype) -> RowBatch:
+        """Return rows of one token as a batch; they are padded with their own first position."""
+        seen = [_slots(row, self._first_seen(row, window)) for row in map(self.rows.__getitem__, rows)]
+        lengths = np.array([len(own) for own in seen])
+        slots = np.empty((len(rows), lengths.max()), dtype=np.int64)
+        for line, own in zip(slots, seen, strict=True):
+            line[:] = own[0]
+            line[: len(own)] = own
+        mask = None
+        if lengths.min() < lengths.max():
+            hidden = torch.from_numpy(np.arange(lengths.max()) >= lengths[:, None])
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+            mask = mask[:, None, None].to(self._device)
+        return RowBatch(
+            tokens=torch.tensor([self.rows[index].first for index in rows], device=self._device),
+            slots=torch.from_numpy(slots.reshape(-1)).to(self._device),
+            mask=mask,
+        )
 
     def is_plain(self, index: int, window: int | None) -> bool:
         """Return whether a row's mask is the lower triangle alone."""
@@ -181,6 +250,13 @@ class StepLayout:
             found = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf).to(self._device)
             self._masks[index, window] = found
         return found
+
+
+def _slots(row: RowLayout, start: int) -> NDArray[np.int64]:
+    """Return the places in the cache of a row's positions from `start`."""
+    places = np.arange(start, row.positions)
+    blocks = np.asarray(row.blocks, dtype=np.int64)[places // BLOCK_POSITIONS]
+    return blocks * BLOCK_POSITIONS + places % BLOCK_POSITIONS
 
 
 def _check_row(row: StepRow, config: ModelConfig, blocks: int) -> None:
@@ -232,6 +308,14 @@ def rope_frequencies(settings: RopeSettings, head_dim: int) -> Tensor:
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return queries or keys [tokens, heads, head_dim] turned by their positions."""
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+
+
+def softcapped(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Return the attention of queries, with scores between `-softcap` and `softcap`."""
+    scores = softcap * torch.tanh((queries @ keys.transpose(2, 3)).float() * (scale / softcap))
+    return torch.softmax(scores if mask is None else scores + mask, -1).to(values.dtype) @ values
 
 
 def activated(states: Tensor, activation: Activation) -> Tensor:
@@ -404,33 +488,56 @@ class DecoderModel:
             turned = rotated(turned, *turns)
         self.cache.write(index, layout.slots, turned[:, heads:], values)
         queries = turned[:, :heads].to(self.kind.hidden_dtype)
-        outs = [
-            self._attended(index, queries[row.first : row.last], layout, number, window)
-            for number, row in enumerate(layout.rows)
-        ]
-        return layer.out(outs[0] if len(outs) == 1 else torch.cat(outs))
+        return layer.out(self._attended(index, queries, layout, window))
 
-    def _attended(self, index: int, queries: Tensor, layout: StepLayout, number: int, window: int | None) -> Tensor:
-        """Return the attention [new tokens, heads * head_dim] of one row, over all that it sees."""
+    def _attended(self, index: int, queries: Tensor, layout: StepLayout, window: int | None) -> Tensor:
+        """Return the attention [tokens, heads * head_dim] of all rows, each over all that it sees."""
+        dtype = queries.dtype if self.config.attention_softcap is None else torch.float32
+        plan = layout.batches(window, dtype)
+        outs = []
+        for batch in plan.batches:
+            keys, values = self.cache.read_rows(index, batch.slots, len(batch.tokens))
+            outs.append(self._attended_by_one(queries.index_select(0, batch.tokens), keys, values, batch.mask))
+        for number in plan.alone:
+            row = layout.rows[number]
+            own = queries.narrow(0, row.first, row.last - row.first)
+            if len(own) == 1:
+                keys, values = self.cache.read(index, layout.seen_slots(number, window))
+                outs.append(self._attended_by_one(own, keys.unsqueeze(0), values.unsqueeze(0), None))
+            else:
+                outs.append(self._attended_by_many(index, own, layout, number, window))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out if plan.order is None else out.index_select(0, plan.order)
+
+    def _attended_by_one(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the attention [rows, heads * head_dim] of rows with one token each.
+
+        Keys and values are [rows, groups, positions, head_dim].
+        """
+        config = self.config
+        # The heads of a group as its queries: the fast form for one token.
+        grouped = queries.view(len(queries), keys.shape[1], -1, config.head_dim)
+        if config.attention_softcap is None:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=config.score_scale)
+        else:
+            out = softcapped(grouped, keys, values, mask, config.score_scale, config.attention_softcap)
+        return out.reshape(len(queries), -1)
+
+    def _attended_by_many(
+        self, index: int, queries: Tensor, layout: StepLayout, number: int, window: int | None
+    ) -> Tensor:
+        """Return the attention [new tokens, heads * head_dim] of a row with several new tokens."""
         config, tokens = self.config, len(queries)
         keys, values = self.cache.read(index, layout.seen_slots(number, window))
         groups = keys.shape[0]
-        if tokens == 1 and config.attention_softcap is None:
-            # The heads of a group as its queries: the fast form for one token.
-            grouped = queries.view(1, groups, -1, config.head_dim)
-            out = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=config.score_scale)
-            return out.reshape(1, -1)
         grouped = queries.view(tokens, groups, -1, config.head_dim).permute(1, 2, 0, 3)
         keys, values = (
             keys[:, None].expand(-1, grouped.shape[1], -1, -1),
             values[:, None].expand(-1, grouped.shape[1], -1, -1),
         )
         if config.attention_softcap is not None:
-            scores = config.attention_softcap * torch.tanh(
-                (grouped @ keys.transpose(2, 3)).float() * (config.score_scale / config.attention_softcap)
-            )
             mask = layout.mask(number, window, torch.float32)
-            out = torch.softmax(scores + mask, -1).to(values.dtype) @ values
+            out = softcapped(grouped, keys, values, mask, config.score_scale, config.attention_softcap)
         elif layout.is_plain(number, window):
             out = F.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=config.score_scale)
         else:
@@ -458,7 +565,7 @@ class DecoderModel:
     def _one_ffn(self, ffn: FfnWeights, states: Tensor) -> Tensor:
         up = ffn.up(states)
         if self.config.gated:
-            return ffn.down(activated(up[:, : ffn.width], self.config.activation) * up[:, ffn.width :])
+            return ffn.down(activated(up[:, : ffn.width], self.config.activation).mul_(up[:, ffn.width :]))
         return ffn.down(activated(up, self.config.activation))
 
 
@@ -585,7 +692,7 @@ class _Loader:
     def stored(
         self, name: str, shape: tuple[int, int], rows: Span | None, columns: Span | None, *, is_turned: bool = False
     ) -> Weight:
-        """Return rows and columns of a matrix of this shape; floats of it may be turned round in the file."""
+        """Return rows and columns of a matrix of this shape; in the file floats may be turned."""
         for quantized, width in ((f"{name}.int8", shape[1]), (f"{name}.int4", shape[1] // 2)):
             if quantized in self.checkpoint.tensors:
                 self.expect(quantized, (shape[0], width))

@@ -12,9 +12,10 @@ import torch
 from tiny_models import FAMILIES, VOCAB, tiny_model
 from torch import Tensor
 
+import hpcserve.model
 from hpcserve.config import ModelConfig, read_config
 from hpcserve.errors import ServeError
-from hpcserve.model import DecoderModel, whole_part
+from hpcserve.model import DecoderModel, StepLayout, whole_part
 from hpcserve.split import ModelPart, ModelSplit, Span, spans_of
 from hpcserve.steps import BLOCK_POSITIONS, ForwardStep, StepRow
 from hpcserve.weights import WeightFiles
@@ -182,6 +183,55 @@ def test_rows_of_a_batch_do_not_see_each_other(directory: Path, count: int) -> N
     wanted = torch.stack([alone(fresh, sequence) for sequence, _ in rows])
     assert len(rows) >= 7
     assert (logits - wanted).abs().max() < 1e-4
+
+
+# Positions of decoding rows; blocks of negative ones are scattered.
+SEEN = (3, 30, -31, 33, 40, 2, 140, -150, 16, 17)
+
+
+@pytest.mark.parametrize("most", [None, 1000], ids=["as-measured", "one-batch"])
+def test_decoding_rows_compute_together_what_they_compute_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    """Also beside a part of a prompt; what is not theirs in the cache may be anything."""
+    if most is not None:
+        monkeypatch.setattr(hpcserve.model, "LONGEST_COPIED", most)
+        monkeypatch.setattr(hpcserve.model, "PADDED_POSITIONS", most)
+    model, rows, first = load(directory), [], 0
+    for tensor in (*model.cache.keys, *model.cache.values):
+        tensor.fill_(torch.nan)
+    for number, seen in enumerate(SEEN):
+        sequence = [(13 * number + 7 * index + 1) % VOCAB for index in range(abs(seen))]
+        blocks = blocks_for(len(sequence), first)
+        first += len(blocks)
+        start = len(sequence) - (2 if number == 4 else 1)
+        blocks = blocks[::-1] if seen < 0 else blocks
+        model.forward(step(StepRow(tokens=tuple(sequence[:start]), start=0, blocks=blocks, logits=0)), None)
+        rows.append(StepRow(tokens=tuple(sequence[start:]), start=start, blocks=blocks))
+    together = run(model, step(*rows))
+    alone = torch.cat([run(model, step(row)) for row in rows])
+    assert (together - alone).abs().max() < 1e-5
+
+
+def test_rows_are_batched_by_length_unless_they_can_be_read_in_place(tmp_path: Path) -> None:
+    rows = [
+        StepRow(tokens=(1,) * count, start=start, blocks=blocks)
+        for start, count, blocks in (
+            (10, 1, (0,)),
+            (150, 1, tuple(range(2, 12))),
+            (140, 1, tuple(range(21, 12, -1))),
+            (12, 2, (1,)),
+            (14, 1, (22,)),
+            (141, 1, tuple(range(31, 22, -1))),
+        )
+    ]
+    config = read_config(tiny_model(tmp_path / "model"))
+    layout = StepLayout(step(*rows), config, BLOCKS, torch.device("cpu"))
+    plan = layout.batches(None, torch.float32)
+    assert [batch.tokens.tolist() for batch in plan.batches] == [[0, 5], [2, 6]]
+    assert plan.alone == (1, 3)
+    assert plan.order is not None
+    assert plan.order.tolist() == [0, 4, 2, 5, 6, 1, 3]
 
 
 def test_sequences_share_the_blocks_of_a_prefix(directory: Path) -> None:
