@@ -458,35 +458,41 @@ def test_jobs_are_submitted_once_listed_in_pages_followed_and_cancelled(served: 
     connection.close()
 
 
-def test_floods_get_429_with_retry_after_and_others_do_not() -> None:
-    with serving(rate=0.05, burst=40) as served:  # nothing to speak of comes back, however slow the machine
-        other = served.cluster.run("hctl", "token", "create", *([f"--user={USER}"] if AS_ROOT else [])).stdout.strip()
-        assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
-        answers = [served.ask("GET", "/api/v1/me") for _ in range(50)]
-        assert [status for status, _, _ in answers[:35]] == [200] * 35
-        refused = [headers for status, _, headers in answers if status == 429]
-        assert refused
-        assert all(int(headers["retry-after"]) >= 1 for headers in refused)
-        assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
-        # Guessed tokens are counted by address, and cost more.
-        guesses = [served.ask("GET", "/api/v1/me", token=f"a.b.{number}")[0] for number in range(20)]
-        assert guesses[-1] == 429
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Served]:
+    """Return a gateway and a controller that allow few requests, and nothing to speak of later, however slow the machine."""
+    with serving(rate=0.05, burst=40, submit_rate=0.5, submit_burst=20) as found:
+        yield found
+
+
+def another_token(served: Served, scope: str) -> str:
+    whose = [f"--user={USER}"] if AS_ROOT else []
+    return served.cluster.run("hctl", "token", "create", f"--scope={scope}", *whose).stdout.strip()
 
 
 @pytest.mark.root
 @pytest.mark.skipif(not AS_ROOT, reason="needs to run as root: the controller's own account has no limit")
-def test_a_flood_of_jobs_gets_429_and_the_time_to_wait() -> None:
-    job = {
-        "name": "x",
-        "script": "#!/bin/sh\n",
-        "work_dir": "/tmp",
-        "hold": True,
-        "array": {"indices": list(range(30))},
-    }
-    with serving(submit_rate=0.5, submit_burst=20) as served:
-        assert served.ask("POST", "/api/v1/submit", {"jobs": [job]})[0] == 200
-        status, problem, headers = served.ask("POST", "/api/v1/submit", {"jobs": [job]})
-        assert (status, problem["kind"]) == (429, "RateLimitError")
-        assert "submit_rate" in problem["detail"]
-        assert 1 <= int(headers["retry-after"]) <= 22
-        assert served.ask("GET", "/api/v1/me")[0] == 200
+def test_a_flood_of_jobs_gets_429_and_the_time_to_wait(limited: Served) -> None:
+    array = {"indices": list(range(30))}
+    job = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp", "hold": True, "array": array}
+    token = another_token(limited, "read,submit")  # the other test counts the requests of the first token
+    assert limited.ask("POST", "/api/v1/submit", {"jobs": [job]}, token=token)[0] == 200
+    status, problem, headers = limited.ask("POST", "/api/v1/submit", {"jobs": [job]}, token=token)
+    assert (status, problem["kind"]) == (429, "RateLimitError")
+    assert "submit_rate" in problem["detail"]
+    assert 1 <= int(headers["retry-after"]) <= 22
+    assert limited.ask("GET", "/api/v1/me", token=token)[0] == 200
+
+
+def test_floods_get_429_with_retry_after_and_others_do_not(limited: Served) -> None:
+    other = another_token(limited, "read")
+    assert limited.ask("GET", "/api/v1/me", token=other)[0] == 200
+    answers = [limited.ask("GET", "/api/v1/me") for _ in range(50)]
+    assert [status for status, _, _ in answers[:35]] == [200] * 35
+    refused = [headers for status, _, headers in answers if status == 429]
+    assert refused
+    assert all(int(headers["retry-after"]) >= 1 for headers in refused)
+    assert limited.ask("GET", "/api/v1/me", token=other)[0] == 200
+    # Guessed tokens are counted by address, and cost more.
+    guesses = [limited.ask("GET", "/api/v1/me", token=f"a.b.{number}")[0] for number in range(20)]
+    assert guesses[-1] == 429
