@@ -47,8 +47,11 @@ HEADER = struct.Struct("!I")
 
 
 @functools.cache
-def command() -> list[str]:
-    """Return the command that stands for Python, after starting the process that it needs."""
+def command(*more: str) -> list[str]:
+    """Return the command that stands for Python, after starting the process that it needs.
+
+    `more`: modules that take long to import, too, of scripts that are run more than once.
+    """
     import shutil
     import subprocess
     import tempfile
@@ -57,7 +60,7 @@ def command() -> list[str]:
     path = os.path.join(directory, "socket")
     dropped = ("PYTHONPATH", "RANK", "WORLD_SIZE")
     server = subprocess.Popen(
-        [sys.executable, os.path.abspath(__file__), "--serve", path],
+        [sys.executable, os.path.abspath(__file__), "--serve", path, *more],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={name: value for name, value in os.environ.items() if name not in dropped}
@@ -121,9 +124,9 @@ def received(line: socket.socket, size: int) -> bytes:
     return data
 
 
-def serve(path: str) -> list[str]:
+def serve(path: str, more: list[str]) -> list[str]:
     """Fork for every request until stdin ends; return the words of a request in its fork."""
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             __import__(name)
         except ImportError:
@@ -240,6 +243,6 @@ def end(words: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        end(serve(sys.argv[2]))
+        end(serve(sys.argv[2], sys.argv[3:]))
     else:
         stand_for(sys.argv[1], sys.argv[2:])

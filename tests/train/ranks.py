@@ -22,6 +22,8 @@ from preloaded import command as python
 HERE = Path(__file__).parent
 MPIRUN = Path(sys.executable).with_name("mpirun")
 LIMIT_S = 200.0
+# What scripts of these libraries import of them: see `preloaded`.
+LIBRARIES = {"lightning": ("lightning.pytorch",), "transformers": ("transformers.trainer", "accelerate")}
 needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import HERE, finish, python, started
+from ranks import HERE, LIBRARIES, finish, python, started
 
 from hpctrain.checkpoint.chunks import ITEM_BYTES
 from hpctrain.checkpoint.manifest import checkpoint_names
@@ -219,13 +219,14 @@ def test_the_scheduler_hears_of_a_script_and_why_its_checkpoint_is_not_on_the_sh
     assert said[-1]["checkpoint_step"] == 5
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_librarys_training_resumes_to_the_same_bits(tmp_path: Path, library: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed: its callback is not tested")
     script = HERE / f"with_{library}.py"
+    interpreter = python(*LIBRARIES[library])
 
     def run(out: Path, *more: str) -> tuple[int, str]:
-        with started([*python(), script, out, *more]) as process:
+        with started([*interpreter, script, out, *more]) as process:
             ended = finish(process)
         return ended.status, ended.output
 

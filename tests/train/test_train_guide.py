@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from ranks import MPIRUN, Ended, finish, needs_mpi, python, started
+from ranks import LIBRARIES, MPIRUN, Ended, finish, needs_mpi, python, started
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/training.md").read_text()
@@ -88,10 +88,11 @@ def blocks(language: str, word: str = "") -> list[str]:
     return [text for kind, text in BLOCKS if kind == language and word in text]
 
 
-def run_python(program: str, folder: Path, *arguments: str) -> Ended:
+def run_python(program: str, folder: Path, *arguments: str, library: str = "") -> Ended:
     path = folder / "script.py"
     path.write_text(program)
-    command = ["bash", "-c", 'cd "$1"; shift; exec "$@"', "bash", folder, *python(), path, *arguments]
+    interpreter = python(*LIBRARIES.get(library, ()))
+    command = ["bash", "-c", 'cd "$1"; shift; exec "$@"', "bash", folder, *interpreter, path, *arguments]
     with started(command) as process:
         return finish(process)
 
@@ -210,7 +211,7 @@ def test_callbacks_keep_checkpoints_and_resume(package: str, word: str, own: str
     pytest.importorskip(package)
     (script,) = blocks("python", word)
     for _ in range(2):
-        ended = run_python(READERS_OWN + own + script, tmp_path)
+        ended = run_python(READERS_OWN + own + script, tmp_path, library=package)
         assert ended.status == 0, ended.output
     assert any((tmp_path / "run1/checkpoints").iterdir())
 
