@@ -1,6 +1,8 @@
 """A cluster of three nodes whose users have Slurm's names on their PATH: real clients, as they are, run against it.
 
 A client is a program of its own with a script from `clients/`. Those that take minutes run with `make compat` alone.
+Files share one cluster, because its start takes longer than most of their tests: each begins with an empty queue and an
+empty directory. A file that needs more than that has a fixture `cluster` of its own.
 """
 
 from __future__ import annotations
@@ -8,18 +10,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clientrun import Client
+from clientrun import Client, new_cluster
+from waiting import wait_until
 
 from hpcsched.cli.admin.shell import ensure_directory
 from hpcsched.loopback.cluster import LocalCluster
 
 CLIENTS = Path(__file__).parent / "clients"
-QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,13 +32,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="takes minutes: make compat"))
 
 
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[LocalCluster]:
+    with new_cluster() as started:
+        yield started
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    # A short path: a unix socket's may have 107 bytes at most.
-    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
-        Path(directory).chmod(0o755)
-        with LocalCluster(Path(directory), cpus=4, mem_mib=8192, settings=QUICK) as started:
-            yield started
+def cluster(shared_cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Return the shared cluster, whose share is a directory of this file; end what its tests leave running."""
+    whole_share = shared_cluster.share
+    shared_cluster.share = whole_share / request.path.stem
+    shared_cluster.share.mkdir()
+    yield shared_cluster
+    shared_cluster.run("hcancel", "--me", check=False)
+    wait_until(lambda: not shared_cluster.run("hqueue", "-h").stdout, what="the queue to be empty")
+    shared_cluster.share = whole_share
 
 
 @pytest.fixture(scope="module")

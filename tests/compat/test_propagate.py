@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clientrun import Client
-from conftest import QUICK
+from clientrun import QUICK, Client
 from waiting import wait_until
 
 from hpcsched import client

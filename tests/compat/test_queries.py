@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 
 import pytest
-from clientrun import Client
+from clientrun import Client, new_cluster
 from waiting import wait_until
+
+from hpcsched.loopback.cluster import LocalCluster
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
 ASKED = (
@@ -82,11 +85,18 @@ ASKED = (
 
 
 @pytest.fixture(scope="module")
-def queue(cluster: object, slurm_env: dict[str, str]) -> None:
+def cluster() -> Iterator[LocalCluster]:
+    """A cluster of its own: the answers have the numbers of the first jobs."""
+    with new_cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def queue(cluster: LocalCluster, slurm_env: dict[str, str]) -> None:
     """Fill the queue, once."""
 
     def run(*words: str) -> str:
-        return str(cluster.run(*words, env=slurm_env).stdout)  # type: ignore[attr-defined]
+        return cluster.run(*words, env=slurm_env).stdout
 
     run(
         "sbatch", "-J", "work", "-n2", "--mem-per-cpu=100", "-t", "30", "--comment=RULE", "--wrap", "srun -n2 sleep 600"

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import getpass
+from collections.abc import Iterator
 from pathlib import Path
 
-from clientrun import Client
+import pytest
+from clientrun import Client, new_cluster
 from waiting import wait_until
 
 from hpcsched.loopback.cluster import LocalCluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """A cluster of its own: crontabs, triggers and a drained node are no part of the queue."""
+    with new_cluster() as started:
+        yield started
 
 
 def test_a_crontab_submits_a_job_for_its_next_time_and_again_when_that_has_ended(slurm: Client) -> None:

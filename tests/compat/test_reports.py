@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import getpass
 import re
+from collections.abc import Iterator
 
-from clientrun import Client
+import pytest
+from clientrun import Client, new_cluster
 
 from hpcsched.loopback.cluster import LocalCluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """A cluster of its own: the reports count all jobs that it has run."""
+    with new_cluster() as started:
+        yield started
 
 
 def test_seff_has_the_lines_that_slurms_has(slurm: Client) -> None:

@@ -84,7 +84,7 @@ def test_by_its_agent_a_job_requeues_itself_but_changes_no_cluster(cluster: Loca
 export HPCSCHED_API=/nonexistent/api.sock
 trap true TERM  # or the shell ends by it as soon as scontrol does
 scontrol reconfigure || echo refused
-squeue -j 999 2>&1
+squeue -j 99999999 2>&1
 [ "$SLURM_RESTART_COUNT" = 1 ] && exit 0
 scontrol requeue $SLURM_JOB_ID && echo requeued
 sleep 60

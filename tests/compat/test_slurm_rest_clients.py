@@ -280,20 +280,17 @@ def test_a_queue_whose_later_pages_are_refused_comes_whole() -> None:
         assert (found["errors"], len(found["jobs"])) == ([], 450)
 
 
-def test_a_queue_that_breaks_off_ends_with_slurms_error() -> None:
-    with serving() as served:
-        described = {"current_working_directory": "/tmp", "array": "0-3999", "hold": True, "name": "long"}
-        status, made, _ = served.ask(
-            "POST", "/slurm/v0.0.44/job/submit/", {"script": "#!/bin/sh\n:\n", "job": described}
-        )
-        assert status == 200, made
-        connection = served.connect()
-        connection.request("GET", "/slurm/v0.0.44/jobs/", headers={"Authorization": f"Bearer {served.token}"})
-        stream = connection.getresponse()
-        begun = stream.read(10)
-        served.cluster.down()
-        answer = json.loads(begun + stream.read())
-        connection.close()
-        assert 0 < len(answer["jobs"]) < 4000
-        assert answer["errors"][0]["error"] == "Unable to contact slurm controller (connect failure)"
-        served.cluster.up()
+def test_a_queue_that_breaks_off_ends_with_slurms_error(served: Served) -> None:
+    described = {"current_working_directory": "/tmp", "array": "0-3999", "hold": True, "name": "long"}
+    status, made, _ = served.ask("POST", "/slurm/v0.0.44/job/submit/", {"script": "#!/bin/sh\n:\n", "job": described})
+    assert status == 200, made
+    connection = served.connect()
+    connection.request("GET", "/slurm/v0.0.44/jobs/", headers={"Authorization": f"Bearer {served.token}"})
+    stream = connection.getresponse()
+    begun = stream.read(10)
+    served.cluster.down()
+    answer = json.loads(begun + stream.read())
+    connection.close()
+    assert 0 < len(answer["jobs"]) < 4000
+    assert answer["errors"][0]["error"] == "Unable to contact slurm controller (connect failure)"
+    served.cluster.up()

@@ -47,30 +47,37 @@ def test_nothing_but_the_jobs_number_is_needed(job: Client) -> None:
     assert sorted(str(job(text + "srun -N2 -n2 sh -c 'echo $SLURM_PROCID'")).split()) == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("true", 0),
-        ("sh -c 'exit $((3 + SLURM_PROCID))'", 6),
-        ("sh -c 'kill -9 $$'", 137),
-        ("no-such-program", 2),
-        ("--no-such-option true", 1),
-        ("--mpi=pmix true", 1),
-        ("-n99 true", 1),
-        ("-n1 true : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
-        ("-n1 true : no-such-program", 2),
-        ("-n1 : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
-        ("-n1 true : -n1", 1),
-        ("-n1 true : --mem=1G true", 1),
-        ("-n1 true :", 1),
-        ("-n1 true : --output=3 true", 1),
-        ("-n1 true : --export=NONE true", 1),
-        ("--export=ALL -n1 true : --export=ALL,A=1 -n1 true : true", 0),
-        ("--het-group=1 true", 1),
-    ],
+EXIT_CODES = (
+    ("true", 0),
+    ("sh -c 'exit $((3 + SLURM_PROCID))'", 6),
+    ("sh -c 'kill -9 $$'", 137),
+    ("no-such-program", 2),
+    ("--no-such-option true", 1),
+    ("--mpi=pmix true", 1),
+    ("-n99 true", 1),
+    ("-n1 true : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
+    ("-n1 true : no-such-program", 2),
+    ("-n1 : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
+    ("-n1 true : -n1", 1),
+    ("-n1 true : --mem=1G true", 1),
+    ("-n1 true :", 1),
+    ("-n1 true : --output=3 true", 1),
+    ("-n1 true : --export=NONE true", 1),
+    ("--export=ALL -n1 true : --export=ALL,A=1 -n1 true : true", 0),
+    ("--het-group=1 true", 1),
 )
-def test_exit_codes(job: Client, words: str, code: int) -> None:
-    assert str(job(f"srun {words}; echo code $?")).splitlines()[-1] == f"code {code}"
+
+
+def exit_codes(job: Client, *lines: str) -> list[tuple[str, int]]:
+    """Run lines of the shell in one job; return each with its exit code."""
+    said = str(job("\n".join(f"{line}\necho code $?" for line in lines)))
+    codes = [int(line.split()[1]) for line in said.splitlines() if line.startswith("code ")]
+    return list(zip(lines, codes, strict=True))
+
+
+def test_exit_codes(job: Client) -> None:
+    expected = [(f"srun {words}", code) for words, code in EXIT_CODES]
+    assert exit_codes(job, *(line for line, _ in expected)) == expected
 
 
 def test_what_is_refused_says_what_to_do(job: Client) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from clientrun import Client
-from test_srun import job  # noqa: F401 - a fixture
+from test_srun import exit_codes, job  # noqa: F401 - a fixture
 from waiting import wait_until
 
 from hpcsched.loopback.cluster import LocalCluster
@@ -19,75 +20,85 @@ def files(folder: Path) -> dict[str, list[str]]:
     return {path.name: sorted(path.read_text().splitlines()) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("-n2 -N2 -o %t.out -e %t.err", {f"{t}.{s}": [f"{s} {t}"] for t in (0, 1) for s in ("out", "err")}),
-        (
-            "-n4 -o %N-%n.%s",
-            {"n1-0.0": ["err 0", "err 1", "out 0", "out 1"], "n2-1.0": ["err 2", "err 3", "out 2", "out 3"]},
-        ),
-        ("-n2 -o 1 -e all.err", {"all.err": ["err 0", "err 1"]}),
-        ("-n12 -O -o %3t", {f"{t:03}": [f"err {t}", f"out {t}"] for t in range(12)}),
-        ("-n1 -J my/name -o %x-%u-%%-%A", {f"my_name-{os.environ.get('USER', 'root')}-%-JOB": ["err 0", "out 0"]}),
-        ("-n2 -l -o %j.%s.out", {"JOB.0.out": ["0: err 0", "0: out 0", "1: err 1", "1: out 1"]}),
-        ("-n2 -o %t -e both", {"0": ["out 0"], "1": ["out 1"], "both": ["err 0", "err 1"]}),
-        ("-n1 -o none -e J%J", {"JJOB.0": ["err 0"]}),
-    ],
+# Of one job, in which each is a step: JOB and STEP stand for their numbers.
+PATTERNS = (
+    ("-n2 -N2 -o %t.out -e %t.err", {f"{t}.{s}": [f"{s} {t}"] for t in (0, 1) for s in ("out", "err")}),
+    (
+        "-n4 -o %N-%n.%s",
+        {"n1-0.STEP": ["err 0", "err 1", "out 0", "out 1"], "n2-1.STEP": ["err 2", "err 3", "out 2", "out 3"]},
+    ),
+    ("-n2 -o 1 -e all.err", {"all.err": ["err 0", "err 1"]}),
+    ("-n12 -O -o %3t", {f"{t:03}": [f"err {t}", f"out {t}"] for t in range(12)}),
+    ("-n1 -J my/name -o %x-%u-%%-%A", {f"my_name-{os.environ.get('USER', 'root')}-%-JOB": ["err 0", "out 0"]}),
+    ("-n2 -l -o %j.%s.out", {"JOB.STEP.out": ["0: err 0", "0: out 0", "1: err 1", "1: out 1"]}),
+    ("-n2 -o %t -e both", {"0": ["out 0"], "1": ["out 1"], "both": ["err 0", "err 1"]}),
+    ("-n1 -o none -e J%J", {"JJOB.STEP": ["err 0"]}),
 )
-def test_output_goes_where_its_pattern_says(
-    options: str,
-    expected: dict[str, list[str]],
-    cluster: LocalCluster,
-    tmp_path: Path,
-    job: Client,  # noqa: F811
-) -> None:
-    tmp_path.chmod(0o777)
-    said = str(job(f"cd {tmp_path}; srun {options} {SHOW}; echo $SLURM_JOB_ID $?")).splitlines()
-    job_id, code = said[-1].split()
-    assert code == "0", said
-    assert files(tmp_path) == {name.replace("JOB", job_id): lines for name, lines in expected.items()}
-    assert said[:-1] == (["out 1"] if "-o 1" in options else [])
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("echo hi | srun -n3 sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1", "2"]),
-        ("echo hi | srun -n3 -i all sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1 hi", "2 hi"]),
-        ("echo hi | srun -n3 -i 2 sh -c 'read x; echo $SLURM_PROCID $x'", ["0", "1", "2 hi"]),
-        ("echo hi | srun -n3 -i none sh -c 'read x; echo $SLURM_PROCID $x'", ["0", "1", "2"]),
-        ("echo hi > f; srun -n2 -N2 --input=f sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1 hi"]),
-        ("echo a > i0; echo b > i1; srun -n2 -i i%t sh -c 'read x; echo $SLURM_PROCID $x'", ["0 a", "1 b"]),
-        ("printf 'x\\ny\\n' | while read l; do srun -n1 -i none echo $l; done", ["x", "y"]),
-    ],
+def folders(base: Path, names: Iterable[object]) -> list[Path]:
+    """Make a folder for each name, in which all users can write."""
+    base.chmod(0o777)
+    made = [base / str(name) for name in names]
+    for folder in made:
+        folder.mkdir()
+        folder.chmod(0o777)
+    return made
+
+
+def test_output_goes_where_its_pattern_says(tmp_path: Path, job: Client) -> None:  # noqa: F811
+    places = folders(tmp_path, range(len(PATTERNS)))
+    cases = list(zip(places, PATTERNS, strict=True))
+    steps = [f"cd {folder}; srun {options} {SHOW}; echo $SLURM_JOB_ID $?" for folder, (options, _) in cases]
+    said = str(job("\n".join(steps))).splitlines()
+    job_id = said[-1].split()[0]
+    assert said == [line for options, _ in PATTERNS for line in (*["out 1"] * ("-o 1" in options), f"{job_id} 0")]
+    for number, (folder, (_, expected)) in enumerate(cases):
+        assert files(folder) == {
+            name.replace("JOB", job_id).replace("STEP", str(number)): lines for name, lines in expected.items()
+        }
+
+
+INPUTS = (
+    ("echo hi | srun -n3 sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1", "2"]),
+    ("echo hi | srun -n3 -i all sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1 hi", "2 hi"]),
+    ("echo hi | srun -n3 -i 2 sh -c 'read x; echo $SLURM_PROCID $x'", ["0", "1", "2 hi"]),
+    ("echo hi | srun -n3 -i none sh -c 'read x; echo $SLURM_PROCID $x'", ["0", "1", "2"]),
+    ("echo hi > f; srun -n2 -N2 --input=f sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1 hi"]),
+    ("echo a > i0; echo b > i1; srun -n2 -i i%t sh -c 'read x; echo $SLURM_PROCID $x'", ["0 a", "1 b"]),
+    ("printf 'x\\ny\\n' | while read l; do srun -n1 -i none echo $l; done", ["x", "y"]),
 )
-def test_input_reaches_the_tasks_that_are_to_have_it(line: str, expected: list[str], job: Client) -> None:  # noqa: F811
-    assert sorted(str(job(line)).splitlines()) == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("srun -n3 sh -c 'exit $SLURM_PROCID'", 2),
-        ("srun -n2 sh -c 'kill -$((SLURM_PROCID + 9)) $$'", 138),
-        ("srun -n2 sh -c '[ $SLURM_PROCID = 0 ] || exit 3; kill -15 $$'", 143),
-        ("srun --kill-on-bad-exit=1 -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
-        ("SLURM_KILL_BAD_EXIT=1 srun -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
-        ("srun -W 1 -n2 sh -c '[ $SLURM_PROCID = 1 ] && exit 0; exec sleep 600'", 137),
-        pytest.param(
-            "srun -t 0:02 -n1 sleep 600", 143, marks=pytest.mark.minutes
-        ),  # seconds are rounded up to a minute
-        ("srun -n1 /etc/passwd", 13),
-        ("srun -D /nonexistent -n1 true", 1),
-        ("timeout -s TERM 3 srun -n2 sleep 600", 124),
-        ("srun --jobid=99999 true", 1),
-        ("srun -w n3 true", 1),
-        ("srun", 1),
-    ],
+def test_input_reaches_the_tasks_that_are_to_have_it(job: Client) -> None:  # noqa: F811
+    said = str(job("\n".join(f"{line}\necho end" for line, _ in INPUTS)))
+    assert [sorted(part.splitlines()) for part in said.split("end\n")[:-1]] == [expected for _, expected in INPUTS]
+
+
+EXIT_CODES = (
+    ("srun -n3 sh -c 'exit $SLURM_PROCID'", 2),
+    ("srun -n2 sh -c 'kill -$((SLURM_PROCID + 9)) $$'", 138),
+    ("srun -n2 sh -c '[ $SLURM_PROCID = 0 ] || exit 3; kill -15 $$'", 143),
+    ("srun --kill-on-bad-exit=1 -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
+    ("SLURM_KILL_BAD_EXIT=1 srun -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
+    ("srun -W 1 -n2 sh -c '[ $SLURM_PROCID = 1 ] && exit 0; exec sleep 600'", 137),
+    ("srun -n1 /etc/passwd", 13),
+    ("srun -D /nonexistent -n1 true", 1),
+    ("timeout -s TERM 3 srun -n2 sleep 600", 124),
+    ("srun --jobid=99999 true", 1),
+    ("srun -w n3 true", 1),
+    ("srun", 1),
 )
-def test_exit_codes(line: str, code: int, job: Client) -> None:  # noqa: F811
-    assert str(job(f"{line}\necho code $?")).splitlines()[-1] == f"code {code}"
+
+
+def test_exit_codes(job: Client) -> None:  # noqa: F811
+    assert exit_codes(job, *(line for line, _ in EXIT_CODES)) == list(EXIT_CODES)
+
+
+@pytest.mark.minutes
+def test_a_step_ends_with_its_own_time_limit(job: Client) -> None:  # noqa: F811
+    """Seconds are rounded up to a minute."""
+    assert exit_codes(job, line := "srun -t 0:02 -n1 sleep 600") == [(line, 143)]
 
 
 def test_steps_wait_for_cpus_and_say_so(job: Client) -> None:  # noqa: F811
@@ -136,19 +147,12 @@ def test_a_step_from_outside_of_its_job(cluster: LocalCluster, slurm: Client) ->
         (cluster.share / "over").touch()
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"), [("a", "1\n2\n"), ("Append", "1\n2\n"), ("t", "2\n"), ("truncate", "2\n")]
-)
-def test_output_files_are_opened_as_open_mode_says(
-    mode: str,
-    expected: str,
-    tmp_path: Path,
-    job: Client,  # noqa: F811
-) -> None:
-    tmp_path.chmod(0o777)
-    line = f"srun -n1 --open-mode={mode} -o one echo $i; srun -n1 --open-mode={mode} -o %t echo $i"
-    job(f"cd {tmp_path}; for i in 1 2; do {line}; done")
-    assert files(tmp_path) == {"one": expected.split(), "0": expected.split()}
+def test_output_files_are_opened_as_open_mode_says(tmp_path: Path, job: Client) -> None:  # noqa: F811
+    modes = {"a": ["1", "2"], "Append": ["1", "2"], "t": ["2"], "truncate": ["2"]}
+    places = folders(tmp_path, modes)
+    both = "srun -n1 --open-mode=$m -o one echo $i; srun -n1 --open-mode=$m -o %t echo $i"
+    job(f"for m in {' '.join(modes)}; do cd {tmp_path}/$m; for i in 1 2; do {both}; done; done")
+    assert [files(folder) for folder in places] == [{"one": lines, "0": lines} for lines in modes.values()]
 
 
 def test_an_unknown_open_mode_is_refused(slurm: Client) -> None:
