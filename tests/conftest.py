@@ -6,7 +6,9 @@ import importlib
 import os
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,8 +40,9 @@ if len(tempfile.gettempdir()) > 30:
 settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
-# Files that take longest, by their seconds on two processors: `make test` gives whole files to its workers, and one that begins
-# last would leave the other worker with nothing to do. Those that wait and those that compute take turns.
+# Files that take longest, by their seconds on two processors, which each run prints at its end. `make test` gives whole files
+# to its workers, and one that begins last would leave the others with nothing to do. Those that wait and those that compute
+# take turns.
 LONGEST = (
     "attacks/test_as_plain_user.py",
     "integration/test_doctor.py",
@@ -101,3 +104,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first, in the order above."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+# ----- where the time goes
+
+LONG_S = 20.0
+MOST_SHOWN = 60
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the seconds of the files that took longest, most first: what `LONGEST` is made of."""
+    took: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                took[report.nodeid.partition("::")[0]] += report.duration
+    shown = [f"{taken_s:6.0f} {name}" for name, taken_s in took.most_common(MOST_SHOWN) if taken_s >= LONG_S]
+    if shown:
+        terminalreporter.section(f"seconds of files, of {sum(took.values()):.0f} in all")
+        terminalreporter.write_line("\n".join(shown))
