@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 
@@ -11,6 +12,7 @@ pytest.importorskip("llguidance")
 
 from small_tokenizers import byte_level
 
+from hpcserve.api.tools import call_schema, either
 from hpcserve.errors import InvalidRequest
 from hpcserve.grammar import Grammar
 
@@ -62,6 +64,40 @@ def test_a_token_that_does_not_fit_is_not_accepted() -> None:
 def test_a_schema_that_cannot_be_followed_is_refused(schema: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         Grammar(byte_level(), VOCABULARY).start(schema)
+
+
+ITSELF = {
+    "type": "object",
+    "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "kind": {"$ref": "#/definitions/kind"}},
+    "required": ["next", "kind"],
+    "additionalProperties": False,
+    "definitions": {"kind": {"enum": ["a"]}},
+}
+
+
+def tool(name: str, parameters: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_parameters_that_refer_to_themselves_keep_their_meaning_in_a_call() -> None:
+    tokenizer = byte_level()
+    schema = either({"type": "integer"}, call_schema([tool("w", ITSELF), tool("v", {"type": "object"})], several=False))
+    text = '{"name":"w","arguments":{"next":{"next":null,"kind":"a"},"kind":"a"}}'
+    for said, fits in (
+        (text, True),
+        ("7", True),
+        (text.replace('"a"', '"b"'), False),
+        (text.replace("null", "7"), False),
+    ):
+        tokens = tokenizer.encode(said, add_special=False)
+        assert (Grammar(tokenizer, VOCABULARY).start(schema).accepts(tokens) == len(tokens)) == fits
+
+
+@pytest.mark.parametrize("wrong", [["x"], 5, {"A": 5}], ids=["list", "number", "definition"])
+def test_definitions_that_are_no_schemas_are_no_fault_of_the_server(wrong: object) -> None:
+    with contextlib.suppress(InvalidRequest):
+        schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": wrong}
+        Grammar(byte_level(), VOCABULARY).start(call_schema([tool("w", schema)], several=True))
 
 
 def test_a_schema_nested_too_deep_is_refused() -> None:

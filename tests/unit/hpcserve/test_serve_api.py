@@ -204,8 +204,8 @@ def test_a_required_or_named_tool_becomes_a_grammar(client: TestClient, engine: 
         grammar = engine.asked[-1].grammar
         assert grammar is not None
         assert grammar["properties"]["name"] == {"const": "weather"}
-        assert grammar["properties"]["arguments"]["properties"]["place"] == {"$ref": "#/$defs/weather.Place"}
-        assert grammar["$defs"] == {"weather.Place": {"type": "string"}}
+        assert grammar["properties"]["arguments"] == {"$ref": "#/$defs/call0"}
+        assert grammar["$defs"]["call0"]["properties"]["place"] == {"$ref": "#/$defs/call0/$defs/Place"}
     assert chat(client, tools=[WEATHER], tool_choice="none").status_code == 200
     assert engine.asked[-1].grammar is None
 
@@ -224,19 +224,10 @@ def test_a_format_and_tools_together_allow_either(client: TestClient, engine: Fa
     assert chat(client, response_format=form, tools=[WEATHER]).status_code == 200
     grammar = engine.asked[-1].grammar
     assert grammar is not None
-    assert grammar["anyOf"][0]["properties"]["a"] == {"$ref": "#/$defs/answer.A"}
+    assert grammar["anyOf"][0] == {"$ref": "#/$defs/answer"}
     assert grammar["anyOf"][1]["properties"]["name"] == {"const": "weather"}
-    assert set(grammar["$defs"]) == {"answer.A", "weather.Place"}
-
-
-def test_definitions_that_are_no_object_are_refused(client: TestClient) -> None:
-    wrong = {"type": "object", "$defs": ["x"]}
-    tool = {"type": "function", "function": {"name": "w", "parameters": wrong}}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
-    for fields in ({"tools": [tool], "tool_choice": "required"}, {"tools": [WEATHER], "response_format": form}):
-        answer = chat(client, **fields)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "cannot use the JSON schema: '$defs' must be an object"
+    assert grammar["$defs"]["answer"]["properties"]["a"] == {"$ref": "#/$defs/answer/$defs/A"}
+    assert set(grammar["$defs"]) == {"answer", "call0"}
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "tools"])

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcserve.errors import InvalidRequest
 from hpcserve.tokens import begun
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -103,21 +102,16 @@ def _json_values(text: str) -> list[Any]:
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
-    """Return the schema of an answer that calls one of the tools, or `several`.
-
-    Raises:
-        InvalidRequest: the definitions of a schema are not an object.
-    """
+    """Return the schema of an answer that calls one of the tools, or `several`."""
     definitions: dict[str, Any] = {}
     calls = []
-    for tool in tools:
-        name = tool["function"]["name"]
-        parameters, own = _taken_apart(tool["function"].get("parameters") or {"type": "object"}, f"{name}.")
-        definitions |= own
+    for index, tool in enumerate(tools):
+        place = f"#/$defs/call{index}"
+        definitions[f"call{index}"] = _moved(tool["function"].get("parameters") or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": parameters},
+                "properties": {"name": {"const": tool["function"]["name"]}, "arguments": {"$ref": place}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
@@ -125,39 +119,26 @@ def call_schema(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[st
     one: dict[str, Any] = {"anyOf": calls} if len(calls) > 1 else calls[0]
     if several:
         one = {"type": "array", "items": one, "minItems": 1, "maxItems": 8}
-    return one | ({"$defs": definitions} if definitions else {})
+    return one | {"$defs": definitions}
 
 
 def either(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a text that satisfies one of two schemas; the second is of `call_schema`.
-
-    Raises:
-        InvalidRequest: the definitions of the first are not an object.
-    """
-    moved, definitions = _taken_apart(first, "answer.")
-    definitions |= second.get("$defs", {})
+    """Return the schema of a text that satisfies one of two schemas; the second is of `call_schema`."""
+    place = "#/$defs/answer"
     rest = {key: value for key, value in second.items() if key != "$defs"}
-    return {"anyOf": [moved, rest]} | ({"$defs": definitions} if definitions else {})
+    definitions = {"answer": _moved(first, place), **second["$defs"]}
+    return {"anyOf": [{"$ref": place}, rest], "$defs": definitions}
 
 
-def _taken_apart(schema: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a schema without its definitions, and these, by names of their own for the root."""
-    moved = _moved(schema, prefix)
-    definitions = moved.pop("$defs", {})
-    if not isinstance(definitions, dict):
-        raise InvalidRequest("cannot use the JSON schema: '$defs' must be an object")
-    return moved, {f"{prefix}{name}": inner for name, inner in definitions.items()}
-
-
-def _moved(schema: Any, prefix: str) -> Any:
-    """Return a copy of a schema whose references name definitions at the root."""
+def _moved(schema: Any, place: str) -> Any:
+    """Return a copy of a schema for another place; its references within itself follow."""
     if isinstance(schema, list):
-        return [_moved(item, prefix) for item in schema]
+        return [_moved(item, place) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    copy = {key: _moved(value, prefix) for key, value in schema.items()}
-    if isinstance(reference := copy.get("$ref"), str) and reference.startswith("#/$defs/"):
-        copy["$ref"] = f"#/$defs/{prefix}{reference.removeprefix('#/$defs/')}"
+    copy = {key: _moved(value, place) for key, value in schema.items()}
+    if isinstance(reference := copy.get("$ref"), str) and reference.startswith("#"):
+        copy["$ref"] = place + reference.removeprefix("#")
     return copy
 
 
