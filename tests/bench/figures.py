@@ -23,6 +23,7 @@ class Figure:
     floor: float | None = None  # what the machine or a peer does, measured in the same run
     floor_name: str = ""
     samples: list[float] = field(default_factory=list)
+    missing: str = ""  # why there is no value
 
     @property
     def ratio(self) -> float | None:
@@ -40,13 +41,19 @@ def from_samples(name: str, samples: Sequence[float], unit: str, **more: object)
     )
 
 
+def without_value(name: str, why: str, bar: str = "") -> Figure:
+    """Return the row of what this run cannot measure."""
+    return Figure(name=name, value=0.0, unit="", bar=bar, missing=why)
+
+
 def table(figures: Sequence[Figure]) -> str:
     """Return the figures as aligned text."""
     rows = [("what", "measured", "min-max", "ratio to", "bar")]
     for one in figures:
         spread = f"{min(one.samples):.4g}-{max(one.samples):.4g}" if one.samples else ""
         ratio = f"{one.ratio:.2f}x {one.floor_name} ({one.floor:.4g})" if one.ratio is not None else ""
-        rows.append((one.name, f"{one.value:.4g} {one.unit}", spread, ratio, one.bar))
+        value = "-" if one.missing else f"{one.value:.4g} {one.unit}"
+        rows.append((one.name, value, spread, one.missing or ratio, one.bar))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
