@@ -10,8 +10,8 @@
 # make elastic-rounds  a rank of an elastic run is killed in each exchange that the run has, once
 # make serve-rounds  a model on three ranks: in each of ROUNDS=50 rounds a rank is killed, frozen or cut off under eight streams
 # make fuzz    random requests at all sockets, and a hostile node, for MINUTES=60 or until something is found (SEED=1)
-# make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine; 10,000 requests
-#              that schemathesis makes of the description of the REST API
+# make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine; clients of OpenAI's
+#              API against a served model; 10,000 requests that schemathesis makes of the description of each REST API
 # make lint    style, architecture, types, and the links of the documentation
 # make docs    the documentation as a site, in site/
 # make clean   remove what make made
@@ -66,6 +66,7 @@ check: venv lint
 
 compat: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PLAIN_PATHS) -e '.[compat]'
+	! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/npm openai@7.59.0
 	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 600 tests/compat
 
 bench: venv

@@ -41,6 +41,7 @@ from hpcserve.tokens import TextTokenizer
 from hpcserve.weights import WeightFiles
 
 CLIENTS = Path(__file__).parent / "clients"
+NODE_PACKAGES = Path(sys.prefix) / "npm" / "node_modules"
 CONTEXT_TOKENS = 2048
 HELLO = [{"role": "user", "content": "hello"}]
 LEAST_CASES = 10_000
@@ -135,6 +136,7 @@ def run_client(script: str, address: str, *words: str, timeout_s: float = 500) -
     """Run a client's script against the API, and return what it printed."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     env = os.environ | offline | {"OPENAI_BASE_URL": address, "OPENAI_API_BASE": address, "OPENAI_API_KEY": "none"}
+    env["NODE_PATH"] = str(NODE_PACKAGES)
     path = CLIENTS / script
     command = ["node", str(path)] if path.suffix == ".mjs" else [sys.executable, str(path)]
     done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, timeout=timeout_s)
@@ -147,6 +149,13 @@ def run_client(script: str, address: str, *words: str, timeout_s: float = 500) -
 def test_other_clients_get_answers_and_streams(address: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip(name, reason=f"NOT TESTED: {name} is missing; make compat installs it")
     run_client(f"use_{name}.py", address, str(tmp_path))
+
+
+@pytest.mark.minutes
+def test_client_for_javascript_gets_answers_streams_and_errors(address: str) -> None:
+    if not (NODE_PACKAGES / "openai").exists():
+        pytest.skip("NOT TESTED: npm's openai is missing; make compat installs it where there is npm")
+    run_client("use_openai.mjs", address)
 
 
 @pytest.mark.minutes
