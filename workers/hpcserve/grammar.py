@@ -134,12 +134,8 @@ def within_depth(value: Any, depth: int) -> bool:
     """Return whether objects and arrays are nested at most `depth` deep."""
     level = [value]
     for _ in range(depth + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, Mapping | list)
-            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
-        ]
+        level = [inner for inner in level if isinstance(inner, Mapping | list)]
         if not level:
             return True
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, Mapping) else outer)]
     return False
