@@ -80,7 +80,7 @@ def llama_config(*, layers: int, width: int, vocabulary: int = VOCABULARY) -> di
 
 
 def trained_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Return a byte-level tokenizer of the words of texts, and of the tokens of the chat template."""
+    """Return a byte-level tokenizer of texts that has the tokens of the chat template."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

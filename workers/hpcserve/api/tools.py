@@ -123,7 +123,10 @@ def call_schema(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[st
 
 
 def either(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a text that satisfies one of two schemas; the second is of `call_schema`."""
+    """Return the schema of a text that satisfies one of two schemas.
+
+    The second is of `call_schema`.
+    """
     place = "#/$defs/answer"
     rest = {key: value for key, value in second.items() if key != "$defs"}
     definitions = {"answer": _moved(first, place), **second["$defs"]}
