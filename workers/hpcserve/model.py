@@ -76,8 +76,8 @@ Reduce = Callable[[Tensor], None]
 Norm = Callable[[Tensor], Tensor]
 SHORTEST_ROPE_TABLE = 512
 # Rows of a batch are copied and padded.  On a CPU longer rows cost less where they are.
-LONGEST_COPIED = 128
-PADDED_POSITIONS = 32
+LONGEST_COPIED = 256
+PADDED_POSITIONS = 64
 
 
 def whole_part(config: ModelConfig) -> ModelPart:
