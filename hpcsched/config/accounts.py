@@ -40,6 +40,7 @@ from hpcsched.model.accounting import (
     LICENSE,
     MEM,
     NODE,
+    TOKENS,
     Account,
     Accounting,
     Fairness,
@@ -90,12 +91,28 @@ def tres_weights(value: Any) -> tuple[tuple[str, float], ...]:
             raise BadValue("wants no weight of billing: it is the sum of the others")
         if name == MEM and isinstance(given, str):
             given = given.rstrip("Gg")
-        if isinstance(given, str) and _NUMBER.match(given):
-            given = float(given)
-        if type(given) not in (int, float) or not 0 <= given <= _MOST:
-            raise BadValue(f"wants a number for {name}, zero or more")
-        weights.append((name, float(given)))
+        weights.append((name, _weight(name, given)))
     return tuple(weights)
+
+
+def token_weights(value: Any) -> tuple[tuple[str, float], ...]:
+    """Return billing seconds by kind of token, from ``"prompt=0.001,completion=0.01"`` or a table."""
+    weights = {}
+    for name, given in _parts(value, "prompt=0.001,completion=0.01"):
+        if name not in TOKENS:
+            raise BadValue(f"knows no tokens {name[:63]!r}; there are {', '.join(TOKENS)}")
+        if name in weights:
+            raise BadValue(f"names {name} twice")
+        weights[name] = _weight(name, given)
+    return tuple(weights.items())
+
+
+def _weight(name: str, given: Any) -> float:
+    if isinstance(given, str) and _NUMBER.match(given):
+        given = float(given)
+    if type(given) not in (int, float) or not 0 <= given <= _MOST:
+        raise BadValue(f"wants a number for {name}, zero or more")
+    return float(given)
 
 
 def members(value: Any) -> tuple[str, ...]:
@@ -116,17 +133,20 @@ def shares(value: Any) -> int | tuple[tuple[str, int], ...]:
 
 
 def _pairs(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, str):
-        parts = [part.strip().partition("=") for part in value.split(",") if part.strip()]
-        given = [(name.strip(), amount.strip()) for name, _, amount in parts]
-    elif isinstance(value, Mapping):
-        given = list(value.items())
-    else:
-        raise BadValue('wants resources as "cpu=64,mem=512G,gpu=4"')
-    found = [(_tres_name(name), amount) for name, amount in given]
+    found = [(_tres_name(name), amount) for name, amount in _parts(value, "cpu=64,mem=512G,gpu=4")]
     if len({name for name, _ in found}) != len(found):
         raise BadValue("names a resource twice")
     return found
+
+
+def _parts(value: Any, example: str) -> list[tuple[str, Any]]:
+    """Return names and amounts of a text such as the example, or of a table."""
+    if isinstance(value, str):
+        parts = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+        return [(name.strip(), amount.strip()) for name, _, amount in parts]
+    if isinstance(value, Mapping):
+        return list(value.items())
+    raise BadValue(f'wants a text as "{example}"')
 
 
 def _tres_name(name: str) -> str:
@@ -239,6 +259,9 @@ FAIRSHARE = (
     Key("billing", tres_weights, "cpu=1",
         'The charge for a second of each resource, as "cpu=1,mem=0.25,gpu=4" (memory in GiB); also of node and '
         "license/NAME."),
+    Key("token_billing", token_weights, "",
+        'The charge for a token that a user asks of another user\'s service, as "prompt=0.001,completion=0.01", in seconds of '
+        "billing. It is taken off the owner's usage, and is never more than the replicas cost. Empty: the owner pays for all."),
 )
 
 TRES_WEIGHTS = Key("tres", tres_weights, "",
@@ -269,6 +292,7 @@ def accounting_of(path: Path, tables: Mapping[str, Any]) -> Accounting:
         half_life_s=fairshare["half_life"],
         damping=fairshare["damping"],
         billing=fairshare["billing"],
+        token_billing=fairshare["token_billing"],
     )
     _check_accounts(path, accounting)
     _check_users(path, accounting)

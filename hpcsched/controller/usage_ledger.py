@@ -10,15 +10,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hpcsched.auth.authorize import Action, Identity, authorize
-from hpcsched.errors import RequestError
-from hpcsched.model.accounting import Account, Accounting, Association, Qos, UserRules
+from hpcsched.errors import RateLimitError, RequestError
+from hpcsched.model.accounting import BILLING, Account, Accounting, Association, Qos, UserRules
 from hpcsched.model.units import nearest
-from hpcsched.sched.fairshare import UsedResources, at, by_association, factors_of, plus, running_use, weights_of
+from hpcsched.sched.fairshare import (
+    UsageKey,
+    UsedResources,
+    at,
+    by_association,
+    factors_of,
+    plus,
+    running_use,
+    weights_of,
+)
+from hpcsched.sched.limits import spent_text
 from hpcsched.sched.snapshot import UsageLedger
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
 REFRESH_S = 5.0
+SPENT_WAIT_S = 60.0  # usage decays slowly: a client need not ask more often
 
 
 class UsageLedgerCache:
@@ -74,6 +85,33 @@ def charged(cluster: ClusterState, now_s: float) -> dict[Association, float]:
         job = cluster.jobs[job_id]
         found.setdefault(accounting.association_of(job.user, job.account), 0.0)
     return found
+
+
+# ----- tokens of services: their users take over a part of what the replicas cost
+
+
+def move_charge(tx: Transaction, payer: UsageKey, association: Association, billing_s: float) -> None:
+    """Charge an association with `billing_s` more, and `payer` with as much less."""
+    _charge(tx, payer, -billing_s)
+    _charge(tx, (*association, ""), billing_s)
+
+
+def _charge(tx: Transaction, key: UsageKey, billing_s: float) -> None:
+    account, user, qos = key
+    known = tx.cluster.usage.get(key) or UsedResources(account=account, user=user, qos=qos, at_s=tx.now_s)
+    half_life_s = tx.cluster.config.accounting.half_life_s
+    tx.put_usage(plus(at(known, tx.now_s, half_life_s), ((BILLING, billing_s),)))
+
+
+def check_unspent(cluster: ClusterState, account: str, user: str, now_s: float) -> None:
+    """Raise RateLimitError if the user or the account has reached a limit on billing-minutes."""
+    accounting = cluster.config.accounting
+    if not _bounds_usage(accounting):
+        return
+    account, user = accounting.association_of(user, account)
+    rows = [at(used, now_s, accounting.half_life_s) for used in cluster.usage.values()]
+    if why := spent_text(accounting, rows, account, user):
+        raise RateLimitError(f"cannot ask the model: {why}; usage decays, or ask an admin", SPENT_WAIT_S)
 
 
 # ----- reset usage: an admin's ``hctl reset usage``, as ``sacctmgr modify ... set RawUsage=0``

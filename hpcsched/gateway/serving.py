@@ -37,7 +37,7 @@ from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError
 from hpcsched.gateway.balancing import ReplicaChoice, ReplicaState, prompt_blocks, prompt_of
 from hpcsched.gateway.jobproxy import JobExchange
 from hpcsched.gateway.streams import MOST_CONNECTIONS, JobTunnel, StreamError, TunnelConnection
-from hpcsched.gateway.upstream import UpstreamError
+from hpcsched.gateway.upstream import UpstreamError, UpstreamReply
 from hpcsched.model.service import MAX_USED_ROWS
 
 log = logging.getLogger("hpcsched.gateway")
@@ -266,7 +266,7 @@ class ModelGateway:
 
     async def _usable(self, request: Request) -> list[Json]:
         reply = await self._app.ask(request, "POST", "/v1/services/use", self._app.admit(request), b"{}")
-        found: list[Json] = _read(reply.status, reply.body)["services"]
+        found: list[Json] = _read(reply)["services"]
         return found
 
     # ----- who may ask
@@ -280,7 +280,7 @@ class ModelGateway:
             return known[0]
         body = json.dumps({"name": name}).encode()
         reply = await self._app.ask(request, "POST", "/v1/services/use", credential, body)
-        found = _read(reply.status, reply.body)
+        found = _read(reply)
         asker = Asker(user=found["user"], account=found["account"])
         self._may[key] = asker, now_s + MAY_S
         self._may.move_to_end(key)
@@ -493,7 +493,7 @@ class ModelGateway:
         try:
             body = json.dumps({"name": model.name, "job": replica.job}).encode()
             reply = await self._app.upstream.ask("POST", "/v1/services/reach", _OURS, body)
-            await made.open(self._socket, str(_read(reply.status, reply.body)["key"]))
+            await made.open(self._socket, str(_read(reply)["key"]))
         except BaseException as error:
             made.end(str(error) or "it could not be opened")
             raise
@@ -525,7 +525,7 @@ class ModelGateway:
         loads = {name: model.load() for name, model in self._models.items()}
         body = json.dumps({"services": loads, "used": rows}).encode()
         reply = await self._app.upstream.ask("POST", "/v1/services/sync", _OURS, body)
-        found = _read(reply.status, reply.body)["services"]
+        found = _read(reply)["services"]
         self._used -= used
         there = {service["name"]: service for service in found}
         for name, service in there.items():
@@ -726,17 +726,19 @@ def _digest(*texts: str) -> bytes:
     return sha256("\n".join(texts).encode("utf-8", "replace")).digest()
 
 
-def _read(status: int, body: bytes) -> Json:
+def _read(reply: UpstreamReply) -> Json:
     """Return an answer of the controller. Raises ModelError."""
+    status = reply.status
     try:
-        found: Json = json.loads(body)
+        found: Json = json.loads(reply.body)
         if status == 200:
             return found
         why = str(found["error"])
     except (ValueError, KeyError, TypeError):
         why = "cannot read the controller's answer"
     code = {404: "model_not_found", 401: "invalid_api_key"}.get(status, "")
-    raise ModelError(status if status >= 400 else 502, why, code, RETRY if status in (429, 503) else None)
+    wait = {"retry-after": reply.headers.get("retry-after", RETRY["retry-after"])}
+    raise ModelError(status if status >= 400 else 502, why, code, wait if status in (429, 503) else None)
 
 
 def _model(one: Json) -> Json:

@@ -26,6 +26,7 @@ Association = tuple[str, str]  # account ("": the root) and user
 EVERYBODY = "*"  # in an account's users: all users without an account
 NORMAL = "normal"  # the QOS of jobs that name none, if it is configured
 CPU, MEM, NODE, GPU, BILLING, LICENSE = "cpu", "mem", "node", "gres/gpu", "billing", "license/"
+TOKENS = PROMPT, COMPLETION = "prompt", "completion"  # of requests to served models
 
 
 class Fairness(StrEnum):
@@ -147,7 +148,10 @@ class GpuUse(NamedTuple):
 
 
 class ServiceUse(NamedTuple):
-    """What a user has asked of a served model on a day, counted from 1970."""
+    """What a user has asked of a served model on a day, counted from 1970.
+
+    `charged_s`: billing seconds that the user was charged for the tokens, and the owner of the service was not.
+    """
 
     service: str
     user: str
@@ -156,13 +160,15 @@ class ServiceUse(NamedTuple):
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    charged_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
     """The accounting configuration.
 
-    `billing`: weight of each resource for a second (memory: per GiB).
+    `billing`: weight of each resource for a second (memory: per GiB). `token_billing`: billing seconds of a token of each kind in
+    `TOKENS` that a user asks of another user's service.
     """
 
     accounts: tuple[Account, ...] = ()
@@ -170,6 +176,7 @@ class Accounting:
     qos: tuple[Qos, ...] = ()
     licenses: tuple[tuple[str, int], ...] = ()
     billing: tuple[tuple[str, float], ...] = ((CPU, 1.0),)
+    token_billing: tuple[tuple[str, float], ...] = ()
     fairness: Fairness = Fairness.FAIR_TREE
     half_life_s: float | None = 7 * 86400.0  # None: usage does not decay
     damping: float = 1.0  # of the classic formula

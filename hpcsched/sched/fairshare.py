@@ -22,6 +22,9 @@ So usage is stored only when resources are given back: by `charge_of`, in the co
 The usage of running jobs is added when usage is read. Slurm multiplies by a constant every five minutes instead; both
 methods have the same limit. Billing follows Slurm's TRESBillingWeights, times the usage factor of the QOS.
 
+*Tokens*: whoever asks another user's service takes over a part of what its replicas cost: tokens times their price. The sum of
+all usage stays what the resources cost. The owner of a replica counts the tokens itself, so no more is moved than it costs.
+
 Sources: fair_tree.html, classic_fair_share.html, priority_multifactor.html, tres.html of Slurm's documentation.
 """
 
@@ -34,15 +37,18 @@ from itertools import groupby
 
 from hpcsched.model.accounting import (
     BILLING,
+    COMPLETION,
     CPU,
     EVERYBODY,
     GPU,
     LICENSE,
     MEM,
     NODE,
+    PROMPT,
     Accounting,
     Association,
     Fairness,
+    ServiceUse,
 )
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
@@ -328,10 +334,20 @@ def charge_of(
 
 def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights, types: GpuTypes) -> Amounts:
     """Return the decayed usage of the resources that `job` still holds."""
+    return _use_of(job, integral(now_s - _since_s(job, now_s), accounting.half_life_s), accounting, weights, types)
+
+
+def billing_per_s(job: Job, accounting: Accounting, weights: Weights, types: GpuTypes) -> float:
+    """Return the billing of one second of the resources that `job` still holds."""
+    return dict(_use_of(job, 1.0, accounting, weights, types)).get(BILLING, 0.0)
+
+
+def _use_of(job: Job, lasted_s: float, accounting: Accounting, weights: Weights, types: GpuTypes) -> Amounts:
+    """Return the usage of what `job` still holds, for a number of seconds."""
     shares = [share for share in job.shares if share.node in job.held_nodes]
     if not shares or job.suspended_at_s is not None:
         return ()
-    used_s = integral(now_s - _since_s(job, now_s), accounting.half_life_s) * factor_of(accounting, job.qos)
+    used_s = lasted_s * factor_of(accounting, job.qos)
     cpu_s = used_s * sum(share.cpus for share in shares)
     mem_mib_s = used_s * sum(share.mem_mib for share in shares)
     gpu_s = used_s * sum(share.gpu_amount for share in shares)
@@ -391,3 +407,34 @@ def by_association(rows: Iterable[UsedResources]) -> dict[Association, float]:
         key = (row.account, row.user)
         charged[key] = charged.get(key, 0.0) + dict(row.amounts).get(BILLING, 0.0)
     return {key: max(0.0, amount) for key, amount in charged.items()}  # a reset may leave a rounding error
+
+
+# ----- tokens of services
+
+
+CREDIT_S = 3600.0  # a request may be charged so long after its replica has worked for it
+
+UsageKey = tuple[str, str, str]  # account, user and QOS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceCredit:
+    """What the replicas of a service cost lately and nobody but `payer` has paid, in billing seconds."""
+
+    payer: UsageKey
+    at_s: float
+    billing_s: float = 0.0
+
+
+def accrued(credit: ServiceCredit | None, payer: UsageKey, per_s: float, now_s: float) -> ServiceCredit:
+    """Return the credit at `now_s`, while the replicas cost `per_s`; another payer begins with none."""
+    if credit is None or credit.payer != payer:
+        return ServiceCredit(payer=payer, at_s=now_s)
+    more_s = per_s * max(0.0, now_s - credit.at_s)
+    return ServiceCredit(payer=payer, at_s=now_s, billing_s=min(credit.billing_s + more_s, per_s * CREDIT_S))
+
+
+def token_price(use: ServiceUse, token_billing: Weights) -> float:
+    """Return the billing seconds of the tokens that a user has asked for."""
+    prompt, completion = token_billing.get(PROMPT, 0.0), token_billing.get(COMPLETION, 0.0)
+    return use.prompt_tokens * prompt + use.completion_tokens * completion

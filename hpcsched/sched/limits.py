@@ -16,7 +16,7 @@ qos.html, job_reason_codes.html of Slurm's documentation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -42,7 +42,7 @@ from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.model.units import MINUTE_S, format_mem, format_time_s, known_limit_s
 from hpcsched.sched.decisions import Wait
-from hpcsched.sched.fairshare import factor_of, weights_of
+from hpcsched.sched.fairshare import UsedResources, factor_of, weights_of
 from hpcsched.sched.place.request import Shape
 from hpcsched.sched.sentences import listed, plural
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
@@ -196,6 +196,30 @@ def now_text(rule: LimitRule, user: str, have: float, more: float) -> str:
         f"{rule.where} allows {bound} {amount_text(rule, rule.most)}; {jobs} {verb} {amount_text(rule, have)}, "
         f"and this one needs {amount_text(rule, more)}"
     )
+
+
+def used_minutes(rule: LimitRule, accounting: Accounting, rows: Iterable[UsedResources]) -> float:
+    """Return the resource-minutes of the rule's holder in these rows of decayed usage."""
+    used_s = 0.0
+    for row in rows:
+        mine = {
+            Holder.QOS: row.qos == rule.name,
+            Holder.USER: row.user == rule.name,
+            Holder.ACCOUNT: accounting.is_part_of(row.account, (rule.name,)),
+            Holder.PARTITION: False,
+        }[rule.holder]
+        used_s += dict(row.amounts).get(rule.resource, 0.0) if mine else 0.0
+    return used_s / MINUTE_S
+
+
+def spent_text(accounting: Accounting, rows: Sequence[UsedResources], account: str, user: str) -> str:
+    """Return the sentence about the limit on billing-minutes that a user has reached; "" if none is."""
+    for rule in rules_of(accounting, None, Whose(partition="", account=account, user=user, qos="")):
+        if rule.kind is Kind.GRP_MINUTES and rule.resource == BILLING:
+            used = used_minutes(rule, accounting, rows)
+            if used >= rule.most:
+                return f"{rule.where} allows {amount_text(rule, rule.most)}, and {amount_text(rule, used)} are used"
+    return ""
 
 
 def amount_text(rule: LimitRule, amount: float) -> str:
@@ -455,16 +479,7 @@ class LimitCounts:
         """Return the decayed resource-minutes that ended jobs of the holder have used."""
         key = (rule.holder, rule.name, rule.resource)
         if key not in self._minutes_used:
-            used_s = 0.0
-            for row in self._snapshot.ledger.used:
-                mine = {
-                    Holder.QOS: row.qos == rule.name,
-                    Holder.USER: row.user == rule.name,
-                    Holder.ACCOUNT: self._accounting.is_part_of(row.account, (rule.name,)),
-                    Holder.PARTITION: False,
-                }[rule.holder]
-                used_s += dict(row.amounts).get(rule.resource, 0.0) if mine else 0.0
-            self._minutes_used[key] = used_s / MINUTE_S
+            self._minutes_used[key] = used_minutes(rule, self._accounting, self._snapshot.ledger.used)
         return self._minutes_used[key]
 
 

@@ -130,7 +130,7 @@ def wanted_of(service: Service) -> dict[str, int]:
     return wanted
 
 
-def weights_of(service: Service) -> dict[str, int]:
+def version_weights(service: Service) -> dict[str, int]:
     """Return percent of new conversations by version; `NEVER`: only by its name."""
     rollout = service.rollout
     if rollout is None:

@@ -355,6 +355,18 @@ service_uses = Table(
     sqlite_with_rowid=False,
 )
 
+# Billing seconds of these tokens, where users were charged; a table of its own, because databases gain tables, not columns.
+service_charges = Table(
+    "service_charges",
+    metadata,
+    Column("service", Text, primary_key=True),
+    Column("user", Text, primary_key=True),
+    Column("account", Text, primary_key=True),
+    Column("day", Integer, primary_key=True),
+    Column("charged_s", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 failures = Table(
     "failures",
     metadata,

@@ -91,6 +91,7 @@ from hpcsched.store.rows import (
     reservations,
     scripts,
     sealed_row,
+    service_charges,
     service_of,
     service_row,
     service_uses,
@@ -930,8 +931,22 @@ _ADD_SERVICE_USE = Statement(
         },
     )
 )
+_new_service_charge = insert(service_charges)
+_ADD_SERVICE_CHARGE = Statement(
+    _new_service_charge.on_conflict_do_update(
+        index_elements=service_charges.primary_key.columns.keys(),
+        set_={"charged_s": service_charges.c.charged_s + _new_service_charge.excluded.charged_s},
+    )
+)
+_charges_of_uses = service_uses.outerjoin(
+    service_charges,
+    and_(*(column == service_charges.c[column.name] for column in service_uses.primary_key.columns)),
+)
 _SERVICE_USES = Statement(
-    select(service_uses).where(service_uses.c.day >= place("from_day")).order_by(service_uses.c.day)
+    select(service_uses, func.coalesce(service_charges.c.charged_s, 0.0).label("charged_s"))
+    .select_from(_charges_of_uses)
+    .where(service_uses.c.day >= place("from_day"))
+    .order_by(service_uses.c.day)
 )
 _GPU_USES = Statement(select(gpu_uses).where(gpu_uses.c.job_id.in_(_PLACES)).order_by(gpu_uses.c.job_id))
 _TRAINING = Statement(select(training).where(training.c.job_id.in_(_PLACES)))
@@ -1151,6 +1166,7 @@ def _put_uses(connection: Connection, batch: WriteBatch) -> None:
     _put(connection, _ADD_ENERGY, EnergyUse._asdict, batch.energies)
     _put(connection, _ADD_GPU_USE, GpuUse._asdict, batch.gpu_uses)
     _put(connection, _ADD_SERVICE_USE, ServiceUse._asdict, batch.service_uses)
+    _put(connection, _ADD_SERVICE_CHARGE, ServiceUse._asdict, [use for use in batch.service_uses if use.charged_s])
 
 
 def _event_row(event: JobEvent | ClusterEvent) -> Row:

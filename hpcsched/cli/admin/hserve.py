@@ -363,14 +363,15 @@ def _usage(rest: Sequence[str], words: Words) -> int:
     if words.has("json"):
         print_json(answer)
         return 0
-    sums: dict[tuple[str, str, str], list[int]] = {}
+    sums: dict[tuple[str, str, str], list[float]] = {}
     for row in answer["usage"]:
         if not rest or row["service"] in rest:
-            total = sums.setdefault((row["service"], row["user"], row["account"]), [0, 0, 0])
-            for at, kind in enumerate(("requests", "prompt_tokens", "completion_tokens")):
+            total = sums.setdefault((row["service"], row["user"], row["account"]), [0.0] * 4)
+            for at, kind in enumerate(("requests", "prompt_tokens", "completion_tokens", "charged_s")):
                 total[at] += row[kind]
-    rows = [[*map(clean, whose), *map(str, total)] for whose, total in sorted(sums.items())]
-    sys.stdout.write(columns(["NAME", "USER", "ACCOUNT", "REQUESTS", "PROMPT", "GENERATED"], rows, right=range(3, 6)))
+    rows = [[*map(clean, whose), *(f"{count:.0f}" for count in total)] for whose, total in sorted(sums.items())]
+    head = ["NAME", "USER", "ACCOUNT", "REQUESTS", "PROMPT", "GENERATED", "CHARGED"]
+    sys.stdout.write(columns(head, rows, right=range(3, 7)))
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from hpcsched.api.identity import identity_of, uid_of
 from hpcsched.api.views import how_it_ended
 from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize
+from hpcsched.controller import usage_ledger
 from hpcsched.controller.requests import jobs, submission
 from hpcsched.errors import ConflictError, NotFoundError, RequestError
 from hpcsched.model import frozen
@@ -42,6 +43,7 @@ from hpcsched.model.service import (
     ServiceVersion,
     check_service_name,
 )
+from hpcsched.sched.fairshare import ServiceCredit, UsageKey, accrued, billing_per_s, token_price, weights_of
 from hpcsched.sched.replicas import (
     REFUSED_PAUSE_S,
     ReplicaJob,
@@ -53,7 +55,7 @@ from hpcsched.sched.replicas import (
     next_time_s,
     rescaled,
     reverted,
-    weights_of,
+    version_weights,
     without_old_versions,
 )
 from hpcsched.state.cluster import ClusterState
@@ -71,10 +73,11 @@ LOAD_S = 10.0  # a load is known for so long
 
 @dataclass(slots=True)
 class ServiceLoads:
-    """What the gateway last said of each service, and what scaling remembers; not stored."""
+    """What the gateway last said of each service, what scaling remembers, unpaid cost; not stored."""
 
     loads: dict[str, ServiceLoad] = field(default_factory=dict)
     memories: dict[str, ScaleMemory] = field(default_factory=dict)
+    credits: dict[str, ServiceCredit] = field(default_factory=dict)
 
     def of(self, name: str, now_s: float) -> ServiceLoad | None:
         """Return the load of a service, None if it is not known now."""
@@ -86,6 +89,7 @@ class ServiceLoads:
         known = set(names)
         self.loads = {name: load for name, load in self.loads.items() if name in known}
         self.memories = {name: one for name, one in self.memories.items() if name in known}
+        self.credits = {name: one for name, one in self.credits.items() if name in known}
 
 
 # ----- requests of users
@@ -355,10 +359,10 @@ def next_service_s(cluster: ClusterState, now_s: float) -> float | None:
 # ----- what the gateway says and asks
 
 
-def use(cluster: ClusterState, identity: Identity, body: Json) -> Json:
+def use(cluster: ClusterState, identity: Identity, body: Json, now_s: float) -> Json:
     """Return who pays for asking the model of a service; without a name, the usable services.
 
-    Raises: NotFoundError, if the user may not ask it, too.
+    Raises: NotFoundError, if the user may not ask it, too. RateLimitError: its usage has reached a limit.
     """
     payer, _ = resolve(cluster.config.accounting, identity.user, "", "")
     answer: Json = {"user": identity.user, "account": payer}
@@ -371,6 +375,8 @@ def use(cluster: ClusterState, identity: Identity, body: Json) -> Json:
     service = cluster.services.get(name) if isinstance(name, str) else None
     if service is None or not may_use(cluster, identity, service):
         raise NotFoundError(f"cannot ask model {str(name)[:80]!r}: there is no service of this name that you may use")
+    if cluster.config.accounting.token_billing and identity.user != service.user:
+        usage_ledger.check_unspent(cluster, payer, identity.user, now_s)
     return answer | {"service": name}
 
 
@@ -444,8 +450,8 @@ def note_loads(
 
     `used`: what users have asked meanwhile, which is added to what is stored.
     """
-    tx.put_service_use(used)
     loads.keep(tx.cluster.services)
+    tx.put_service_use(_charged(tx, loads, used) if tx.cluster.config.accounting.token_billing else used)
     for name, service in list(tx.cluster.services.items()):
         load = body.get(name, ServiceLoad(at_s=tx.now_s))
         loads.loads[name] = load
@@ -454,12 +460,45 @@ def note_loads(
             tx.set_service(name, changed)
 
 
+def _charged(tx: Transaction, loads: ServiceLoads, used: Sequence[ServiceUse]) -> list[ServiceUse]:
+    """Charge users for the tokens of other users' services, instead of the owners; return what was charged."""
+    cluster, accounting = tx.cluster, tx.cluster.config.accounting
+    for service in cluster.services.values():
+        if (cost := _cost_of(cluster, service)) is not None:
+            loads.credits[service.name] = accrued(loads.credits.get(service.name), *cost, tx.now_s)
+    prices = dict(accounting.token_billing)
+    found = []
+    for one in used:
+        asked, credit = cluster.services.get(one.service), loads.credits.get(one.service)
+        charged_s = 0.0
+        if asked is not None and credit is not None and one.user != asked.user:
+            charged_s = min(token_price(one, prices), credit.billing_s)
+        if credit is not None and charged_s:
+            loads.credits[one.service] = replace(credit, billing_s=credit.billing_s - charged_s)
+            usage_ledger.move_charge(tx, credit.payer, accounting.association_of(one.user, one.account), charged_s)
+        found.append(one._replace(charged_s=charged_s))
+    return found
+
+
+def _cost_of(cluster: ClusterState, service: Service) -> tuple[UsageKey, float] | None:
+    """Return who pays for the running replicas of a service, and their billing of a second."""
+    accounting = cluster.config.accounting
+    payer: UsageKey | None = None
+    per_s = 0.0
+    for one in service.replicas:
+        if (job := cluster.jobs.get(JobId(one.job_id))) is not None and job.held_nodes:
+            weights = weights_of(accounting, cluster.partitions.get(job.partition))
+            payer = payer or (*accounting.association_of(job.user, job.account), job.qos)
+            per_s += billing_per_s(job, accounting, weights, cluster.gpu_types(job))
+    return (payer, per_s) if payer is not None else None
+
+
 def serving_view(cluster: ClusterState) -> list[Json]:
     """Return what the gateway needs to pass requests on: no scripts, no paths."""
     return [
         {
             "name": service.name,
-            "weights": weights_of(service),
+            "weights": version_weights(service),
             "checks": _checks_of(service),
             "replicas": [
                 {"job": one.job_id, "version": one.version, "drained": bool(one.drained_at_s)}

@@ -1064,7 +1064,7 @@ class ControllerBackend(Reading):
 
     def use_service(self, identity: Identity, body: Json) -> Json:
         """Return that the user may ask the model of a service; without a name, which ones."""
-        return services.use(self._cluster, identity, body)
+        return services.use(self._cluster, identity, body, self._clock())
 
     async def sync_services(self, body: Json) -> Json:
         """Take from the gateway how busy replicas are; return where requests may go."""

@@ -66,6 +66,7 @@ def test_all_of_it_is_read() -> None:
     assert (low.preempt_mode, high.preempt_mode, high.preempt) == (PreemptMode.CHECKPOINT, None, ("low",))
     assert high.limits.max_tres_per_user == (("gres/gpu", 2), ("mem", 10240))
     assert accounting.licenses == (("matlab", 4),)
+    assert accounting.token_billing == ()
     (main,) = load(LAB).partitions
     assert (main.limits.grp_jobs, main.billing) == (4, (("gres/gpu", 8.0),))
     assert (main.priority_job_factor, main.allow_accounts, main.allow_qos) == (3, ("physics",), ("low", "high"))
@@ -111,3 +112,25 @@ def test_what_is_wrong_is_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ['"prompt=0.001,completion=0.01"', "{ prompt = 0.001, completion = 0.01 }"], ids=str)
+def test_tokens_have_a_price_in_billing_seconds(value: str) -> None:
+    found = load(f"[fairshare]\ntoken_billing = {value}\n").accounting
+    assert found.token_billing == (("prompt", 0.001), ("completion", 0.01))
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ('"cpu=1"', "knows no tokens 'cpu'; there are prompt, completion"),
+        ('"prompt=1,prompt=2"', "names prompt twice"),
+        ('"prompt=-1"', "wants a number for prompt, zero or more"),
+        ("{ completion = nan }", "wants a number for completion, zero or more"),
+        ("3", 'wants a text as "prompt=0.001,completion=0.01"'),
+    ],
+    ids=str,
+)
+def test_a_price_of_tokens_that_is_none_is_refused(value: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"token_billing.*{why}"):
+        load(f"[fairshare]\ntoken_billing = {value}\n")

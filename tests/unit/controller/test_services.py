@@ -11,9 +11,17 @@ from cluster import ANN, BOB, ROOT, Cluster
 from jobs import spec
 
 from hpcsched.controller.requests import services
-from hpcsched.errors import ConflictError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
-from hpcsched.model.accounting import Account, Accounting, ServiceUse
-from hpcsched.model.codec import spec_to_json
+from hpcsched.controller.usage_ledger import charged
+from hpcsched.errors import (
+    ConflictError,
+    NotFoundError,
+    PermissionDeniedError,
+    ProtocolError,
+    RateLimitError,
+    RequestError,
+)
+from hpcsched.model.accounting import Account, Accounting, Limits, ServiceUse
+from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.job import JobState
 from hpcsched.model.service import Audience, Service
 from hpcsched.sched.replicas import ReplicaLoad, ServiceLoad
@@ -130,11 +138,11 @@ def test_a_service_of_another_is_neither_scaled_nor_stopped_nor_asked() -> None:
         with pytest.raises(PermissionDeniedError, match="it belongs to ann, you are bob"):
             cluster.ask(lambda tx, work=work: work(tx, BOB, {"name": "chat", "least": 0, "most": 1}))
     with pytest.raises(NotFoundError, match="no service of this name that you may use"):
-        services.use(cluster.state, BOB, {"name": "chat"})
+        services.use(cluster.state, BOB, {"name": "chat"}, cluster.now_s)
     with pytest.raises(NotFoundError):
-        services.use(cluster.state, ANN, {"name": ["chat"]})
-    assert services.use(cluster.state, ANN, {"name": "chat"})["service"] == "chat"
-    assert services.use(cluster.state, ROOT, {"name": "chat"})["user"] == "root"
+        services.use(cluster.state, ANN, {"name": ["chat"]}, cluster.now_s)
+    assert services.use(cluster.state, ANN, {"name": "chat"}, cluster.now_s)["service"] == "chat"
+    assert services.use(cluster.state, ROOT, {"name": "chat"}, cluster.now_s)["user"] == "root"
 
 
 def test_the_gateway_reaches_running_replicas_of_the_named_service_alone() -> None:
@@ -165,10 +173,10 @@ def test_others_see_no_usage_model_or_problem_of_a_service() -> None:
 def test_a_service_open_to_all_is_asked_by_all_and_managed_by_its_owner() -> None:
     cluster = Cluster("n1")
     start(cluster, audience="all")
-    assert services.use(cluster.state, BOB, {})["services"] == [
+    assert services.use(cluster.state, BOB, {}, cluster.now_s)["services"] == [
         {"name": "chat", "user": "ann", "made_at_s": cluster.now_s}
     ]
-    assert services.use(cluster.state, BOB, {"name": "chat"})["user"] == "bob"
+    assert services.use(cluster.state, BOB, {"name": "chat"}, cluster.now_s)["user"] == "bob"
     with pytest.raises(PermissionDeniedError):
         cluster.ask(lambda tx: services.stop(tx, BOB, {"name": "chat"}))
 
@@ -277,7 +285,7 @@ def test_what_users_ask_is_added_up_by_day_and_account_on_disk() -> None:
         cluster.ask(lambda tx, used=used: services.note_loads(tx, cluster.controller.service_loads, {}, used))
     (found,) = cluster.store.load_service_uses(0)
     assert found[:4] == ("chat", "bob", "lab", int(cluster.now_s // 86_400))
-    assert found[4:] == (2, 14, 0)
+    assert found[4:] == (2, 14, 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -301,3 +309,78 @@ def test_what_users_ask_is_added_up_by_day_and_account_on_disk() -> None:
 def test_what_the_gateway_says_is_checked(body: dict[str, Any]) -> None:
     with pytest.raises((RequestError, ProtocolError)):
         services.read_loads(body, 0.0), services.read_used(body, 0.0)
+
+
+# ----- tokens are charged to those who ask
+
+PRICED = Accounting(half_life_s=None, token_billing=(("prompt", 0.5), ("completion", 2.0)))
+
+
+def priced(accounting: Accounting = PRICED) -> Cluster:
+    """Return a cluster with a replica of ann's that bob may ask, which costs one billing second a second."""
+    cluster = Cluster("n1")
+    cluster.state.config = replace(cluster.state.config, accounting=accounting)
+    cluster.run(start(cluster, audience="all").replicas[0].job_id)
+    asked(cluster, ANN.user, 0)
+    cluster.tick(100.0)
+    return cluster
+
+
+def asked(cluster: Cluster, user: str, completion_tokens: int, prompt_tokens: int = 0) -> None:
+    """Tell the controller what a user asked, as the gateway does."""
+    account = cluster.state.config.accounting.default_account(user)
+    used = [ServiceUse("chat", user, account, 0, 1, prompt_tokens, completion_tokens)]
+    cluster.ask(lambda tx: services.note_loads(tx, cluster.controller.service_loads, {}, used))
+
+
+def billed(cluster: Cluster) -> dict[str, float]:
+    owner = cluster.job(jobs_of(cluster)[0]).user  # of ann's uid on this machine
+    found = charged(cluster.state, cluster.now_s)
+    return {"ann" if user == owner else user: round(amount, 6) for (_, user), amount in found.items()}
+
+
+def test_tokens_move_usage_from_the_owner_to_those_who_ask_and_the_sum_stays() -> None:
+    cluster = priced()
+    before = billed(cluster)["ann"]
+    asked(cluster, "bob", 10, 4)
+    assert billed(cluster) == {"ann": before - 22, "bob": 22}
+    asked(cluster, "ann", 10)
+    assert billed(cluster) == {"ann": before - 22, "bob": 22}  # the owner pays for the replica anyway
+    cluster.tick(50.0)
+    assert billed(cluster) == {"ann": before + 28, "bob": 22}
+    assert {one.user: one.charged_s for one in cluster.store.load_service_uses(0)} == {"ann": 0, "bob": 22}
+
+
+def test_all_users_together_pay_no_more_than_the_replicas_cost() -> None:
+    cluster = priced()
+    asked(cluster, "bob", 1 << 40)  # the owner's own program counts the tokens
+    assert billed(cluster)["bob"] == 100
+    asked(cluster, "bob", 1 << 40)
+    assert billed(cluster)["bob"] == 100
+    cluster.tick(20.0)
+    asked(cluster, "bob", 1 << 40)
+    assert billed(cluster)["bob"] == 120
+
+
+def test_without_a_price_the_owner_pays_for_all() -> None:
+    cluster = priced(replace(PRICED, token_billing=()))
+    before = billed(cluster)
+    asked(cluster, "bob", 1000)
+    assert billed(cluster) == before
+
+
+def test_a_user_whose_account_has_spent_its_billing_minutes_asks_no_service_of_others() -> None:
+    accounts = (Account(name="lab", users=("ann", "*")), Account(name="guests", users=("bob",)))
+    priced_accounts = replace(PRICED, accounts=accounts, half_life_s=1000.0)
+    cluster = priced(priced_accounts)
+    limited = tuple(replace(one, limits=Limits(grp_tres_mins=(("billing", 1),))) for one in accounts)
+    cluster.state.config = replace(cluster.state.config, accounting=replace(priced_accounts, accounts=limited))
+    asked(cluster, "bob", 29)
+    assert services.use(cluster.state, BOB, {"name": "chat"}, cluster.now_s)["account"] == "guests"
+    asked(cluster, "bob", 1)
+    why = "account 'guests' allows 1 billing-minutes, and 1 billing-minutes are used"
+    with pytest.raises(RateLimitError, match=why):
+        services.use(cluster.state, BOB, {"name": "chat"}, cluster.now_s)
+    assert services.use(cluster.state, BOB, {"name": "chat"}, cluster.now_s + 100)["account"] == "guests"  # it decays
+    asked(cluster, "ann", 1000)
+    assert services.use(cluster.state, ANN, {"name": "chat"}, cluster.now_s)["account"] == "lab"

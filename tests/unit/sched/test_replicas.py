@@ -22,7 +22,7 @@ from hpcsched.sched.replicas import (
     ServiceLoad,
     next_step,
     rescaled,
-    weights_of,
+    version_weights,
 )
 
 T0 = 1_000_000.0
@@ -209,18 +209,18 @@ class Rolling:
 def test_a_good_version_is_taken_and_the_earlier_one_goes_when_that_is_ready() -> None:
     rolling = Rolling(checks=("{}",))
     assert rolling.step().submit == ("v2",)
-    assert weights_of(rolling.service) == {"v1": 100, "v2": NEVER}
+    assert version_weights(rolling.service) == {"v1": 100, "v2": NEVER}
     rolling.loads[3] = ReplicaLoad(ready=True)
     rolling.step()
     assert rolling.stage() is RolloutStage.CHECKING
     rolling.checked[3] = "ok"
     rolling.step()
-    assert (rolling.stage(), weights_of(rolling.service)) == (RolloutStage.CANARY, {"v1": 50, "v2": 50})
+    assert (rolling.stage(), version_weights(rolling.service)) == (RolloutStage.CANARY, {"v1": 50, "v2": 50})
     rolling.loads[3] = ReplicaLoad(ready=True, requests=30, ttft_s=0.1)
     rolling.step(10)
     assert rolling.stage() is RolloutStage.CANARY
     rolling.step(30)
-    assert (rolling.stage(), weights_of(rolling.service)) == (RolloutStage.WIDENING, {"v1": 0, "v2": 100})
+    assert (rolling.stage(), version_weights(rolling.service)) == (RolloutStage.WIDENING, {"v1": 0, "v2": 100})
     rolling.step()
     assert rolling.labels() == ["v1", "v1", "v2", "v2"]
     rolling.loads[4] = ReplicaLoad(ready=True)
@@ -264,7 +264,7 @@ def test_a_failed_check_takes_the_version_back_before_a_user_sees_it() -> None:
     rolling = Rolling(checks=("{}",))
     rolling.canary()
     rolling.checked[3] = "prompt 1: the answer is empty"
-    assert weights_of(rolling.service)["v2"] == NEVER
+    assert version_weights(rolling.service)["v2"] == NEVER
     rolling.step()
     assert rolling.service.last_rollout == "version v2 was taken back: a check failed: prompt 1: the answer is empty"
 
