@@ -39,6 +39,8 @@ NODE_ROWS = 200  # nodes on a page of the list
 SCHEDULE_ROWS = 60  # of the schedule: more nodes than this are shown only if they have bars
 MAX_BARS = 500
 MAX_LOG_BYTES = 64 << 10
+REPLICA_ROWS = 500
+USED_ROWS, USED_DAYS = 200, 30
 RANGES = {"1h": 3600.0, "1d": 86_400.0, "30d": 2_592_000.0}
 SCHEDULE_S = 86_400.0
 FILTERS = ("user", "name", "partition", "account", "state")
@@ -77,6 +79,7 @@ class Pages:
             "/nodes": self.nodes,
             "/node/{node}": self.node,
             "/queue": self.queue,
+            "/services": self.services,
             "/use": self.use,
             "/use/report": self.report,
         }
@@ -240,6 +243,18 @@ class Pages:
         values = {"drawing": drawing, "later": later, "left_out": len(names) - len(rows)}
         return self._site.page(request, "queue.html", {**found, **values})
 
+    async def services(self, request: Request) -> Response:
+        """Show served models, their replicas and what users asked, with what the session may do."""
+        query_of(request, ())
+        wanted = {"usage": f"/v1/services/usage?days={USED_DAYS}"}
+        found = await self._site.load(request, {"answer": "/v1/services"}, wanted)
+        rows = found.pop("answer")["services"]
+        replicas = [(service["name"], one) for service in rows for one in service["replicas"]]
+        values = {"rows": rows, "replicas": replicas[:REPLICA_ROWS], "left_out": len(replicas) - REPLICA_ROWS}
+        values |= {"used": used_rows((found["usage"] or {}).get("usage", ())), "days": USED_DAYS}
+        values |= {verb: [one["name"] for one in rows if verb in one["may"]] for verb in ("scale", "roll")}
+        return self._site.page(request, "services.html", {**found, **values})
+
     async def use(self, request: Request) -> Response:
         """Show shares and usage of accounts and users."""
         return self._site.page(request, "use.html", await self._site.load(request, {"shares": "/v1/shares"}))
@@ -352,6 +367,17 @@ def charts_of(history: Json | None, wanted: Sequence[tuple[str, str, str]]) -> l
                 Chart(title=title, unit=unit, from_s=history["from_s"], step_s=history["step_s"], lines=lines[:12])
             )
     return found
+
+
+def used_rows(usage: Sequence[Json]) -> list[tuple[str, str, str, Json]]:
+    """Return the sums of what each user asked of each service: service, user, account and counts."""
+    kinds = ("requests", "prompt_tokens", "completion_tokens", "charged_s")
+    sums: dict[tuple[str, str, str], Json] = {}
+    for row in usage:
+        total = sums.setdefault((row["service"], row["user"], row["account"]), dict.fromkeys(kinds, 0))
+        for kind in kinds:
+            total[kind] += row[kind]
+    return [(*whose, total) for whose, total in sorted(sums.items())][:USED_ROWS]
 
 
 def _label(series: Json) -> str:

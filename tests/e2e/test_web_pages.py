@@ -45,6 +45,7 @@ KEYS = (
     ("j", "Jobs"),
     ("n", "Nodes"),
     ("q", "Queue"),
+    ("v", "Services"),
     ("u", "Shares and use"),
     ("s", "Submit a job"),
     ("p", "Does a model fit?"),
@@ -207,6 +208,26 @@ def test_a_node_is_drained_and_resumed_and_reserved_from_the_page(served: Served
     page.get_by_role("button", name="Delete").click()
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.locator("#reservations")).to_contain_text("None.")
+
+
+def test_a_service_is_scaled_and_stopped_from_its_page(served: Served, page: Page) -> None:
+    script = served.base / "serve.sh"
+    script.write_text("#!/bin/sh\n#HSUB --serve=web\nsleep 600\n")
+    served.cluster.run("hsub", str(script))
+    page.goto(at(served, "/services"))
+    line = page.get_by_role("row", name="web", exact=False).first
+    expect(line).to_contain_text("0/1")
+    page.get_by_label("Least replicas").fill("0")
+    page.get_by_label("Most replicas").fill("2")
+    page.get_by_role("button", name="Scale").click()
+    expect(page.locator("#ask-command")).to_have_text("hserve scale web 0-2")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(line).to_contain_text("0–2")
+    page.get_by_role("button", name="Stop web").click()
+    expect(page.locator("#ask-command")).to_have_text("hserve stop web")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.get_by_text("None: hserve start")).to_be_visible()
+    assert "web" not in served.cluster.run("hserve", "ls").stdout
 
 
 def test_an_administrator_silences_an_alert_and_ends_the_silence(served: Served, page: Page) -> None:

@@ -27,6 +27,7 @@ PAGES = [
     "/jobs",
     "/nodes",
     "/queue",
+    "/services",
     "/use",
     "/submit",
     "/alerts",

@@ -176,10 +176,11 @@ def _roll(rest: Sequence[str], words: Words, job_options: Sequence[str], served:
         if not words.has("to"):
             raise UsageError("cannot roll: name the new model with --to=MODEL")
         model = _model(words.last("to"))
+        has_job = bool(job_options or served or words.has("script"))
         body = {
             "name": name,
             "model": model,
-            "job": job_of(name, model, job_options, served, words.last("script")),
+            **({"job": job_of(name, model, job_options, served, words.last("script"))} if has_job else {}),
             "canary": round(100 * percent_of("canary", words.last("canary") or "10%")),
             "max_errors": percent_of("max-errors", words.last("max-errors") or "1%"),
             "max_ttft": factor_of(words.last("max-ttft") or "1.3x"),

@@ -10,6 +10,7 @@ Whose program a replica runs: a version's job comes from the owner alone, becaus
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -213,7 +214,8 @@ def stop(tx: Transaction, identity: Identity, body: Json) -> Service:
 def roll(tx: Transaction, identity: Identity, body: Json) -> Service:
     """Bring in a new version beside the present one, or take it back.
 
-    `body`: name; model, job, canary, max_errors, max_ttft, checks; or back.
+    `body`: name; model, job, canary, max_errors, max_ttft, checks; or back. Without a job it is that of the present version, with
+    the new model in its script.
 
     Raises: ConflictError: there is a rollout already. PermissionDeniedError: the new job would run as another user.
     """
@@ -231,6 +233,8 @@ def roll(tx: Transaction, identity: Identity, body: Json) -> Service:
             f"end it: hserve roll {service.name} --back"
         )
     label = f"v{service.made + 1}"
+    if "job" not in body:
+        body = body | {"job": _job_with_model(service, body.get("model"))}
     rollout = read_rollout(body, label, service.current, tx.now_s)
     versions = (*service.versions, read_version(tx, identity, body, label, service.name))
     changed = without_old_versions(
@@ -238,6 +242,19 @@ def roll(tx: Transaction, identity: Identity, body: Json) -> Service:
     )
     tx.set_service(service.name, changed)
     return changed
+
+
+def _job_with_model(service: Service, model: object) -> Json:
+    """Return the job of the present version with another model in its script. Raises RequestError."""
+    version = service.version(service.current)
+    job: Json = json.loads(version.spec)
+    runs = f" hpcserve run {shlex.quote(version.model)} "
+    if not isinstance(model, str) or str(job.get("script")).count(runs) != 1:
+        raise RequestError(
+            f"cannot put another model into the script of version {version.label}: it does not run hpcserve with its model once; "
+            f"name the new job: hserve roll {service.name} --to=MODEL --script=FILE"
+        )
+    return job | {"script": job["script"].replace(runs, f" hpcserve run {shlex.quote(model)} ")}
 
 
 def read_rollout(body: Json, label: str, before: str, now_s: float) -> Rollout:
@@ -551,7 +568,15 @@ def service_view(cluster: ClusterState, identity: Identity, service: Service, lo
         "rollout": _rollout_view(service.rollout),
         "last_rollout": service.last_rollout if details else "",
         "made_at_s": service.made_at_s,
+        "may": _verbs_of(identity, service),
     }
+
+
+def _verbs_of(identity: Identity, service: Service) -> list[str]:
+    """Return what the user may do with the service, in the words of hserve."""
+    if not allows(identity, Action.MANAGE_SERVICE, owner_of(service)):
+        return []
+    return ["scale", "stop", *(["roll"] if allows(identity, Action.SUBMIT, owner_of(service)) else [])]
 
 
 def _rollout_view(rollout: Rollout | None) -> Json | None:

@@ -7,7 +7,7 @@ const GATHER_MS = 100; // changes within this time are one refresh
 const RETRY_MS = 5000; // after the stream has ended
 const LOOK_MS = 60_000; // nodes, alerts and clocks change without an event
 const MOST_CHARS = 1 << 20; // of output in the page
-const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use", s: "/submit", p: "/plan", m: "/network", l: "/alerts", a: "/admin" };
+const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", v: "/services", u: "/use", s: "/submit", p: "/plan", m: "/network", l: "/alerts", a: "/admin" };
 const ESCAPES = /\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]/g;
 
 const status = document.getElementById("status");
@@ -145,7 +145,7 @@ function bodyOf(fields) {
   const body = {};
   for (const [input, value] of fields) {
     const [name, inner] = input.name.split(".");
-    if (!inner) body[name] = value;
+    if (!inner) body[name] = input.type === "number" ? Number(value) : value;
     else if (value) (body[name] ??= {})[inner] = value;
   }
   return body;

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from fake_api import FakeApi
 
 from hpcsched.cli.admin.hserve import checks_of, factor_of, job_of, main, percent_of, server_script, split_words
 from hpcsched.commands.options import UsageError
@@ -64,6 +65,15 @@ def test_a_replica_gets_few_variables_unless_export_says_more() -> None:
     environ = {"PATH": "/bin", "SECRET": "x"}
     assert job_of("chat", "/m", [], [], "", environ)["env"] == [["PATH", "/bin"]]
     assert ["SECRET", "x"] in job_of("chat", "/m", ["--export=ALL"], [], "", environ)["env"]
+
+
+def test_a_roll_without_options_of_the_job_keeps_those_of_the_present_version(api: FakeApi) -> None:
+    api.answers["POST /v1/services/roll"] = {"service": {"rollout": {"label": "v2"}}}
+    assert main(["roll", "chat", "--to=/models/new", "--canary=5%"]) == 0
+    assert main(["roll", "chat", "--to=/models/new", "--gpus=2"]) == 0
+    kept, new = api.requests("POST /v1/services/roll")
+    assert (kept["model"], kept["canary"], "job" in kept) == ("/models/new", 5, False)
+    assert new["job"]["script"].splitlines()[-1].startswith("exec python3 -m hpcserve run /models/new ")
 
 
 @pytest.mark.parametrize(

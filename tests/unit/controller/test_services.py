@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,6 +249,31 @@ def test_a_rollout_starts_a_replica_beside_the_others_and_a_second_one_is_refuse
     assert (taken_back.rollout, taken_back.last_rollout) == (None, "version v2 was taken back: ann wanted it")
     with pytest.raises(RequestError, match="has no rollout now"):
         roll(cluster, back=True)
+
+
+def test_a_rollout_without_a_job_has_that_of_the_present_version_with_the_new_model() -> None:
+    cluster = Cluster("n1")
+    script = "#!/bin/sh\nexec python3 -m hpcserve run '/models/a b' --name chat\n"
+    start(cluster, model="/models/a b", job=spec_to_json(spec(script=script, cpus_per_task=2)))
+    body = {"name": "chat", "model": "/models/it's new"}
+    service = cluster.ask(lambda tx: services.roll(tx, ANN, body))
+    job = spec_from_json(json.loads(service.version("v2").spec))
+    assert (shlex.split(job.script)[6], job.cpus_per_task, job.comment) == ("/models/it's new", 2, "service chat@v2")
+
+
+def test_a_rollout_without_a_job_is_refused_if_the_script_does_not_name_the_model() -> None:
+    cluster = Cluster("n1")
+    start(cluster)
+    for model in ("/models/new", None, 3):
+        with pytest.raises(RequestError, match="cannot put another model into the script of version v1"):
+            cluster.ask(lambda tx, model=model: services.roll(tx, ANN, {"name": "chat", "model": model}))
+
+
+def test_a_service_says_what_the_user_may_do_with_it() -> None:
+    cluster = Cluster("n1")
+    service = start(cluster, audience="all")
+    found = [services.service_view(cluster.state, who, service, None)["may"] for who in (ANN, BOB, ROOT)]
+    assert found == [["scale", "stop", "roll"], [], ["scale", "stop"]]
 
 
 def test_nobody_but_the_owner_gives_a_service_a_job_that_runs_as_the_owner() -> None:

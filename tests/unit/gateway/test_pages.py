@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.auth.authorize import Identity
-from hpcsched.controller.requests import submission
+from hpcsched.controller.requests import services, submission
 from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
 from hpcsched.gateway.admin import draws_of
 from hpcsched.gateway.app import COOKIE, GatewayApp
@@ -35,10 +35,12 @@ from hpcsched.gateway.upstream import UpstreamReply
 from hpcsched.listing.overview import totals, troubles
 from hpcsched.listing.text import output_text
 from hpcsched.metrics.links import LinkEnd, LinkRun, failed_run
-from hpcsched.model.codec import spec_from_json
+from hpcsched.model.accounting import ServiceUse
+from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.ids import NodeName
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import ArraySpec
+from hpcsched.sched.replicas import ReplicaLoad, ServiceLoad
 
 SESSIONS: Mapping[str, Identity] = {"anns": ANN, "bobs": BOB, "roots": ROOT}
 HISTORY = {
@@ -163,6 +165,8 @@ class Controller:
             "reservations": lambda: now(backend.reservations(identity)),
             "alerts": self._alerts,
             "links": lambda: now({"now_s": T0, "links": [asdict(run) for run in self.links]}),
+            "services": lambda: now(backend.services(identity)),
+            "usage": lambda: now(backend.service_usage(identity, query["days"])),
             "shares": lambda: now(backend.shares(identity)),
             "config": lambda: now(backend.config(identity) | {"cost": COST}),
             "tariff": lambda: now(COST | {"kwh": [[0.0, 0.3]], "gco2_per_kwh": []}),
@@ -178,7 +182,9 @@ class Controller:
         }
 
 
-KEPT = frozenset({"state", "link", "power", "kind", "hold", "actions", "next_cursor", "next"})  # never a user's text
+KEPT = frozenset(
+    {"state", "link", "power", "kind", "hold", "actions", "may", "next_cursor", "next"}
+)  # never a user's text
 
 
 def _with_everywhere(value: Any, text: str) -> Any:
@@ -193,7 +199,7 @@ def _with_everywhere(value: Any, text: str) -> Any:
 
 
 def _route(path: str) -> str:
-    return path.rpartition("/")[2] if path.count("/") != 3 or path.startswith("/v1/metrics") else "job"
+    return "job" if path.startswith("/v1/job/") and path.count("/") == 3 else path.rpartition("/")[2]
 
 
 def _names(path: str) -> list[str]:
@@ -491,6 +497,7 @@ def test_pages_of_a_cluster_without_nodes_say_how_to_add_one() -> None:
         assert "hpcsched node add USER@HOST adds one" in words(page(browser, path))
     for path in (
         "/jobs",
+        "/services",
         "/use",
         "/submit",
         "/plan?params=7B",
@@ -658,6 +665,61 @@ def test_checkpoints_are_listed_by_their_manifests(
     assert found == ["path=checkpoints", "path=checkpoints%2Fcheckpoints", "path=run1%2Fcheckpoints"]
     controller.files = {}
     assert "No checkpoints" in words(page(browser, f"/job/{job}/checkpoints"))
+
+
+# ----- services
+
+
+def _serve(cluster: Cluster, audience: str = "all") -> None:
+    """Start a service of ann's with a busy replica, which bob has asked."""
+    script = "#!/bin/sh\nexec python3 -m hpcserve run /models/tiny --name chat\n"
+    body = {"name": "chat", "model": "/models/tiny", "job": spec_to_json(spec(script=script)), "least": 1, "most": 3}
+    cluster.ask(lambda tx: services.create(tx, ANN, body | {"audience": audience}))
+    cluster.tick()
+    job_id = cluster.state.services["chat"].replicas[0].job_id
+    cluster.run(job_id)
+    busy = ReplicaLoad(ready=True, active=3, kv_used=0.25, requests=7, errors=1, tokens_per_s=41.5, error="it was full")
+    load = ServiceLoad(at_s=T0, replicas={job_id: busy}, held=2)
+    used = [ServiceUse("chat", "bob", "lab", int(T0 // 86_400), 7, 70, 700, 12.0)]
+    cluster.ask(lambda tx: services.note_loads(tx, cluster.controller.service_loads, {"chat": load}, used))
+
+
+def test_services_are_shown_with_replicas_load_use_and_what_the_user_may_do(
+    cluster: Cluster, browser: TestClient
+) -> None:
+    assert "None: hserve start MODEL --name=NAME starts one." in words(page(browser, "/services"))
+    _serve(cluster)
+    text = page(browser, "/services")
+    assert "chat ann all v1 1 of 1 1/1 1–3 2 41.5 Stop /models/tiny" in words(text)
+    assert f'href="/job/{cluster.state.services["chat"].replicas[0].job_id}"' in text
+    assert "chat v1 RUNNING ready 3 25.0 of 100 41.5 7 1 n1 it was full" in words(text)
+    assert "chat bob lab 7 70 700 12" in words(text)
+    assert 'href="/services" aria-current="page"' in text
+    for command in ("scale {name} {least}-{most}", "roll {name} --to={model} --canary={canary}%", "stop chat"):
+        assert f'data-command="hserve {command}"' in text
+    assert text.count("hidden data-verb=") == text.count("data-verb=") == 3  # without scripts nothing can be pressed
+    assert "Take back" not in text
+    cluster.ask(lambda tx: services.roll(tx, ANN, {"name": "chat", "model": "/models/new"}))
+    text = page(browser, "/services")
+    assert "Version v2 comes in beside v1: it is starting." in words(text)
+    assert 'data-command="hserve roll chat --back"' in text
+
+
+def test_others_see_a_service_that_is_open_to_them_without_its_model_or_actions(
+    cluster: Cluster, browser: TestClient
+) -> None:
+    _serve(cluster)
+    browser.cookies.set(COOKIE, "bobs")
+    text = page(browser, "/services")
+    assert "chat ann all" in words(text)
+    assert "/models/tiny" not in text
+    assert "it was full" not in text
+    assert "data-verb" not in text
+    assert "chat bob lab 7" in words(text)  # what bob asked
+    browser.cookies.set(COOKIE, "roots")
+    text = page(browser, "/services")
+    assert 'data-command="hserve stop chat"' in text
+    assert "hserve roll" not in text  # a new job would run as ann
 
 
 # ----- administration, the network, what fits
@@ -894,6 +956,7 @@ PAGES = [
     "/job/1/files",
 ]
 PAGES += [
+    "/services",
     "/admin",
     "/alerts",
     "/network",
@@ -945,6 +1008,7 @@ def test_no_text_of_any_answer_is_markup_on_any_page(
     browser.cookies.set(COOKIE, "roots")
     running, waiting = cluster.submit(ANN, name="x", comment="y"), cluster.submit(ANN, name="z", hold=True, comment="y")
     cluster.run(running)
+    _serve(cluster)
     cluster.ask(lambda tx: _drain(tx, "n2"))
     _reserve(cluster)
     controller.links = [LinkRun(one="n1", other="n2", at_s=T0, rtt_us=9, to_mbps=9, from_mbps=9, lost=0.5)]
@@ -960,6 +1024,7 @@ def test_no_text_of_any_answer_is_markup_on_any_page(
         "/jobs",
         "/nodes",
         "/queue",
+        "/services",
         "/use",
         "/network",
         "/admin",
