@@ -37,6 +37,7 @@ from hpcsched.jobscript.options import OPTIONS, CommandLine, is_set, last
 from hpcsched.listing.jobs import ENDED_STATES
 from hpcsched.listing.text import clean, start_words
 from hpcsched.model.codec import spec_to_json
+from hpcsched.model.service import check_service_name
 
 FIRST_POLL_S = 0.05
 LAST_POLL_S = 1.0
@@ -84,6 +85,8 @@ def _work(argv: Sequence[str], setup: Setup) -> int:
         return 0
     if is_set(request.options, "test-only"):
         return _test(setup, request)
+    if "serve" in request.options:
+        return serve(setup, request)
     job_id = finish(send(request, call, setup, request_id=request_id))
     sys.stdout.flush()
     return wait_for(setup, job_id) if is_set(request.options, "wait") else 0
@@ -149,6 +152,31 @@ def _exit_status(setup: Setup, jobs: Sequence[Json]) -> int:
     return max(statuses)
 
 
+# ----- `hsub --serve`: the script is the replica of a service
+
+
+def serve(setup: Setup, request: Submission) -> int:
+    """Start a service whose replicas run the script, and return the exit status.
+
+    Raises UsageError, HpcschedError.
+    """
+    from hpcsched.cli.admin.hserve import replica_of, start_service, started_text  # other submissions do not need it
+
+    options = request.options
+    if is_set(options, "wait"):
+        raise UsageError("cannot take --wait with --serve: a service runs until 'hserve stop'")
+    name = check_service_name(last(options, "serve"))
+    spec = replica_of(name, request.built.spec, is_named="job-name" in options, exports="export" in options)
+    answer = start_service(
+        name, spec.script_path or name, last(options, "serve-replicas"), last(options, "serve-open"), spec_to_json(spec)
+    )
+    if is_set(options, "json"):
+        print_json(answer)
+    elif not is_set(options, "quiet"):
+        print(started_text(name))
+    return 0
+
+
 # ----- `hsub --each`: many scripts in one call
 # All are read before the first one is sent. They are sent in parts, and each part is one transaction of the controller: all
 # its jobs are on disk before their ids are printed. A part has the request id of the call with its number behind it, so that
@@ -212,6 +240,8 @@ def _read_each(
         try:
             single = CommandLine(options=line.options, script=path, args=(), further=line.further)
             request = finish(read(single, [*words, path], call, setup, time.time()))
+            if "serve" in request.options:
+                raise RequestError("cannot take --serve with --each: start one service at a time")
         except RequestError as error:
             raise RequestError(f"{clean(path)}: {error}; nothing was submitted") from None
         write_notes([f"{path}: {text}" for text in request.built.notes], request.options, call, setup)

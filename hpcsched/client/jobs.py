@@ -34,7 +34,13 @@ from hpcsched.errors import (
     WaitTimeoutError,
     error_of,
 )
-from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers, without_environment
+from hpcsched.jobscript.build import (
+    SubmissionWords,
+    build_submission,
+    check_no_service,
+    read_layers,
+    without_environment,
+)
 from hpcsched.jobscript.options import Use, find_option, parse_command_line
 from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
 from hpcsched.listing.jobs import ENDED_STATES
@@ -297,6 +303,7 @@ def _spec(place: SubmitPlace, script: str, path: str, args: Sequence[str], optio
         host=place.host,
     )
     layers = read_layers(called, line)
+    check_no_service(layers)
     return build_submission(called, line, without_environment(layers) if place.is_remote else layers, time.time()).spec
 
 

@@ -28,7 +28,7 @@ _BEFORE = (("cannot read script ", "Unable to open file {}"), ("the script: it i
 
 # Options of a command that waits, asks the user or reads files itself. Dates depend on the caller's
 # time zone.
-OWN_PROCESS = ("help", "version", "dry-run", "test-only", "wait", "each", "begin", "deadline", "cheap-by")
+OWN_PROCESS = ("help", "version", "dry-run", "test-only", "wait", "each", "serve", "begin", "deadline", "cheap-by")
 
 Options = Mapping[str, Sequence[str]]
 

@@ -26,7 +26,14 @@ from hpcsched.errors import HpcschedError, RequestError
 from hpcsched.gateway.app import SAFE_HEADERS, ProblemError
 from hpcsched.gateway.site import Json, Site, query_of, refused
 from hpcsched.gateway.upstream import UpstreamError, UpstreamReply
-from hpcsched.jobscript.build import Built, SubmissionWords, build_submission, read_layers, without_environment
+from hpcsched.jobscript.build import (
+    Built,
+    SubmissionWords,
+    build_submission,
+    check_no_service,
+    read_layers,
+    without_environment,
+)
 from hpcsched.jobscript.options import OPTIONS, Use, is_set, parse_command_line
 from hpcsched.listing.text import clean, output_text, start_words
 from hpcsched.model.codec import spec_to_json
@@ -45,7 +52,19 @@ FIELDS = (
     ("dependency", "After other jobs", "afterok:12"),
 )
 # Options of the command itself that would change what the page does.
-NOT_HERE = ("help", "version", "dry-run", "test-only", "wait", "each", "wrap", "request-id", "parsable", "json")
+NOT_HERE = (
+    "help",
+    "version",
+    "dry-run",
+    "test-only",
+    "wait",
+    "each",
+    "serve",
+    "wrap",
+    "request-id",
+    "parsable",
+    "json",
+)
 FIRST_SCRIPT = "#!/bin/bash\n#HSUB --time=1:00:00\n\n"
 MAX_SUBMISSION_BYTES = 2 << 20
 SHOWN_BYTES = 256 << 10  # of a file on its page
@@ -309,7 +328,9 @@ def job_of(form: Mapping[str, Any], home: str, now_s: float) -> tuple[Built, str
     called = SubmissionWords(
         command="hsub", argv=(*words, "-"), script=script, script_path="", environ={}, work_dir=work_dir, host="web"
     )
-    built = build_submission(called, line, without_environment(read_layers(called, line)), now_s)
+    layers = without_environment(read_layers(called, line))
+    check_no_service(layers)
+    built = build_submission(called, line, layers, now_s)
     place = f"--chdir={work_dir}" if form["work_dir"] and form["work_dir"] != home else ""
     return built, shlex.join(["hsub", *filter(None, [place]), *words, "job.sh"])
 

@@ -378,6 +378,12 @@ def without_environment(layers: Layers) -> Layers:
     )
 
 
+def check_no_service(layers: Layers) -> None:
+    """Raise RequestError for a script that is to be a service, which only hsub starts."""
+    if "serve" in layers.options:
+        raise RequestError("cannot start a service here, because of --serve: submit the script with hsub")
+
+
 def build_submission(
     words: SubmissionWords,
     line: CommandLine,

@@ -26,8 +26,10 @@ from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers
 from hpcsched.jobscript.options import parse_command_line
 from hpcsched.listing.text import clean, columns
+from hpcsched.model import frozen
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.service import Audience, check_service_name, read_replicas
+from hpcsched.model.spec import JobSpec
 
 COMMAND = Command(
     "hserve",
@@ -147,23 +149,33 @@ def _start(rest: Sequence[str], words: Words, job_options: Sequence[str], served
     if len(rest) != 1:
         raise UsageError("cannot start a service: write hserve start MODEL --name=NAME, options behind the model")
     name, model = check_service_name(words.last("name")), _model(rest[0])
-    least, most = read_replicas(words.last("replicas") or "1")
     if words.has("script") and served:
         raise UsageError("cannot take options of the server with --script: write them into the script")
-    body = {
-        "name": name,
-        "model": model,
-        "least": least,
-        "most": most,
-        "audience": words.last("open") or Audience.OWNER.value,
-        "job": job_of(name, model, job_options, served, words.last("script")),
-    }
-    answer = client.call("POST", "/v1/services/start", body)
+    job = job_of(name, model, job_options, served, words.last("script"))
+    answer = start_service(name, model, words.last("replicas"), words.last("open"), job)
     if words.has("json"):
         print_json(answer)
     else:
-        print(f"Started service {name}: 'hserve ls {name}' shows when it is ready")
+        print(started_text(name))
     return 0
+
+
+def start_service(name: str, model: str, replicas: str | None, audience: str | None, job: Json) -> Json:
+    """Start a service, and return the controller's answer. Raises HpcschedError."""
+    least, most = read_replicas(replicas or "1")
+    body = {"name": name, "model": model, "least": least, "most": most, "job": job}
+    return client.call("POST", "/v1/services/start", body | {"audience": audience or Audience.OWNER.value})
+
+
+def started_text(name: str) -> str:
+    """Return what a user is told about a new service."""
+    return f"Started service {name}: 'hserve ls {name}' shows when it is ready"
+
+
+def replica_of(name: str, spec: JobSpec, *, is_named: bool, exports: bool) -> JobSpec:
+    """Return the job of a replica that a submitted script means: with few variables, unless it exports."""
+    kept = spec.env if exports else tuple(pair for pair in spec.env if pair[0] in EXPORTED)
+    return frozen.replace(spec, env=kept, name=spec.name if is_named else name)
 
 
 def _roll(rest: Sequence[str], words: Words, job_options: Sequence[str], served: Sequence[str]) -> int:

@@ -272,3 +272,49 @@ def test_nothing_is_submitted_before_all_scripts_have_been_read(
     assert hsub.main(argv) == status
     assert why in capsys.readouterr().err
     assert api.asked == []
+
+
+# ----- --serve: the script is a service
+
+SERVED = "#!/bin/sh\n#HSUB --serve=chat --serve-replicas=1-3\n#HSUB --serve-open=account --mem=1G\nserver\n"
+STARTED = "Started service chat: 'hserve ls chat' shows when it is ready\n"
+
+
+def test_a_script_with_serve_starts_a_service_of_its_job_and_submits_none(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    api.answers["POST /v1/services/start"] = {"service": {}}
+    (tmp_path / "serve.sh").write_text(SERVED)
+    assert hsub.main(["serve.sh"]) == 0
+    assert capsys.readouterr() == (STARTED, "")
+    (body,) = api.requests("POST /v1/services/start")
+    spec = spec_from_json(body.pop("job"))
+    assert body == {
+        "name": "chat", "model": str(tmp_path / "serve.sh"), "least": 1, "most": 3, "audience": "account",
+    }  # fmt: skip
+    assert (spec.name, spec.script, spec.mem_per_node_mib) == ("chat", SERVED, 1024)
+    assert "PATH" in dict(spec.env)
+    assert "SECRET" not in dict(spec.env)  # the service is kept for a long time
+    assert api.requests("POST /v1/submit") == []
+    assert hsub.main(["--export=ALL", "-J", "mine", "serve.sh"]) == 0
+    spec = spec_from_json(api.requests("POST /v1/services/start")[-1]["job"])
+    assert (spec.name, dict(spec.env)["SECRET"]) == ("mine", "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "why"),
+    [
+        (["--serve=Chat", "job.sh"], 1, "cannot name a service 'Chat'"),
+        (["--serve=chat", "--serve-replicas=3-1", "job.sh"], 1, "cannot use 3-1 replicas"),
+        (["--serve=chat", "--wait", "job.sh"], 2, "cannot take --wait with --serve"),
+        (["--serve=chat", "--each", "job.sh"], 1, "cannot take --serve with --each"),
+    ],
+    ids=str,
+)
+def test_serve_with_what_a_service_cannot_have_is_refused(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], words: list[str], status: int, why: str
+) -> None:
+    assert hsub.main(words) == status
+    assert why in capsys.readouterr().err
+    assert api.asked == []

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 
-from jobs import T0
+from jobs import T0, spec
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
@@ -555,6 +555,8 @@ def test_the_form_submits_a_job_once_with_nothing_of_the_gateway(browser: TestCl
         ({"options": {"wrap": "true"}}, "no field"),
         ({"more": "--wrap=true"}, "--wrap"),
         ({"more": "--dry-run"}, "--dry-run"),
+        ({"more": "--serve=chat"}, "--serve"),
+        ({"script": "#!/bin/sh\n#HSUB --serve=chat\n"}, "cannot start a service here"),
         ({"more": "'"}, "further options"),
         ({"more": "/etc/shadow"}, "--name=value"),
         ({"more": "- /etc/shadow"}, "--name=value"),
