@@ -96,7 +96,7 @@ def tres_weights(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def token_weights(value: Any) -> tuple[tuple[str, float], ...]:
-    """Return billing seconds by kind of token, from ``"prompt=0.001,completion=0.01"`` or a table."""
+    """Return billing seconds by kind of token, from ``"prompt=0.001"`` or a table."""
     weights = {}
     for name, given in _parts(value, "prompt=0.001,completion=0.01"):
         if name not in TOKENS:

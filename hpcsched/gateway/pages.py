@@ -370,7 +370,7 @@ def charts_of(history: Json | None, wanted: Sequence[tuple[str, str, str]]) -> l
 
 
 def used_rows(usage: Sequence[Json]) -> list[tuple[str, str, str, Json]]:
-    """Return the sums of what each user asked of each service: service, user, account and counts."""
+    """Return service, user, account and sums of what the user asked of the service."""
     kinds = ("requests", "prompt_tokens", "completion_tokens", "charged_s")
     sums: dict[tuple[str, str, str], Json] = {}
     for row in usage:

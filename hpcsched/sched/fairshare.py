@@ -419,7 +419,7 @@ UsageKey = tuple[str, str, str]  # account, user and QOS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCredit:
-    """What the replicas of a service cost lately and nobody but `payer` has paid, in billing seconds."""
+    """Billing seconds of a service's replicas that only `payer` has paid so far."""
 
     payer: UsageKey
     at_s: float
@@ -427,7 +427,7 @@ class ServiceCredit:
 
 
 def accrued(credit: ServiceCredit | None, payer: UsageKey, per_s: float, now_s: float) -> ServiceCredit:
-    """Return the credit at `now_s`, while the replicas cost `per_s`; another payer begins with none."""
+    """Return the credit at `now_s` of replicas that cost `per_s`; a new payer has none."""
     if credit is None or credit.payer != payer:
         return ServiceCredit(payer=payer, at_s=now_s)
     more_s = per_s * max(0.0, now_s - credit.at_s)

@@ -213,7 +213,7 @@ def used_minutes(rule: LimitRule, accounting: Accounting, rows: Iterable[UsedRes
 
 
 def spent_text(accounting: Accounting, rows: Sequence[UsedResources], account: str, user: str) -> str:
-    """Return the sentence about the limit on billing-minutes that a user has reached; "" if none is."""
+    """Return which limit on billing-minutes a user has reached, in words; "" if none."""
     for rule in rules_of(accounting, None, Whose(partition="", account=account, user=user, qos="")):
         if rule.kind is Kind.GRP_MINUTES and rule.resource == BILLING:
             used = used_minutes(rule, accounting, rows)

@@ -18,6 +18,7 @@ NO_DECISION = {
     "controller/requests/jobs.py:_hold_of",  # whose hold it is called
     "controller/requests/triggers.py:create",  # how many triggers the user has
     "controller/requests/services.py:create",  # how many services the user has
+    "controller/requests/services.py:use",  # the owner is charged for replicas, not for tokens
     "controller/requests/submission.py:check_share_of_queue",  # root's jobs are not limited in number
     "controller/credentials.py:create",  # which of two actions to authorize
     "controller/credentials.py:revoke",

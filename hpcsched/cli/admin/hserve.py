@@ -173,7 +173,7 @@ def started_text(name: str) -> str:
 
 
 def replica_of(name: str, spec: JobSpec, *, is_named: bool, exports: bool) -> JobSpec:
-    """Return the job of a replica that a submitted script means: with few variables, unless it exports."""
+    """Return the job of a replica from a submitted one: few variables, unless it exports."""
     kept = spec.env if exports else tuple(pair for pair in spec.env if pair[0] in EXPORTED)
     return frozen.replace(spec, env=kept, name=spec.name if is_named else name)
 

@@ -74,7 +74,7 @@ LOAD_S = 10.0  # a load is known for so long
 
 @dataclass(slots=True)
 class ServiceLoads:
-    """What the gateway last said of each service, what scaling remembers, unpaid cost; not stored."""
+    """What the gateway said of each service, what scaling remembers, and unpaid costs."""
 
     loads: dict[str, ServiceLoad] = field(default_factory=dict)
     memories: dict[str, ScaleMemory] = field(default_factory=dict)
@@ -245,7 +245,7 @@ def roll(tx: Transaction, identity: Identity, body: Json) -> Service:
 
 
 def _job_with_model(service: Service, model: object) -> Json:
-    """Return the job of the present version with another model in its script. Raises RequestError."""
+    """Return the present version's job with another model. Raises RequestError."""
     version = service.version(service.current)
     job: Json = json.loads(version.spec)
     runs = f" hpcserve run {shlex.quote(version.model)} "
@@ -478,7 +478,7 @@ def note_loads(
 
 
 def _charged(tx: Transaction, loads: ServiceLoads, used: Sequence[ServiceUse]) -> list[ServiceUse]:
-    """Charge users for the tokens of other users' services, instead of the owners; return what was charged."""
+    """Charge users instead of owners for tokens; return the usage with what was charged."""
     cluster, accounting = tx.cluster, tx.cluster.config.accounting
     for service in cluster.services.values():
         if (cost := _cost_of(cluster, service)) is not None:

@@ -396,7 +396,7 @@ def test_without_a_price_the_owner_pays_for_all() -> None:
     assert billed(cluster) == before
 
 
-def test_a_user_whose_account_has_spent_its_billing_minutes_asks_no_service_of_others() -> None:
+def test_a_user_whose_account_has_spent_its_minutes_asks_no_service_of_others() -> None:
     accounts = (Account(name="lab", users=("ann", "*")), Account(name="guests", users=("bob",)))
     priced_accounts = replace(PRICED, accounts=accounts, half_life_s=1000.0)
     cluster = priced(priced_accounts)
