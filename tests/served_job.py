@@ -21,6 +21,28 @@ path = subprocess.run(["htun", "socket"], check=True, stdout=subprocess.PIPE, un
 if os.path.exists(path):
     os.unlink(path)
 
+# As code-server has them: absolute paths, a service worker of a wider scope than its folder, a WebSocket of a subprotocol.
+EDITOR = {
+    "/editor": ("text/html", b"<!doctype html><title>editor</title><script type=module src=/static/editor.js></script>"),
+    "/static/editor.js": ("text/javascript", b'''
+        const taken = new Promise((done) => { navigator.serviceWorker.oncontrollerchange = done; });
+        await navigator.serviceWorker.register("/static/worker.js", { scope: "/" });
+        if (!navigator.serviceWorker.controller) await taken;
+        const made = await (await fetch("/of-the-worker")).text();
+        const socket = new WebSocket("wss://" + location.host + "/socket", ["first", "editor.v1"]);
+        await new Promise((opened) => { socket.onopen = opened; });
+        const echo = new Promise((done) => { socket.onmessage = (event) => done(event.data); });
+        socket.send("echo");
+        document.title = [made, socket.protocol, await echo].join(", ");
+    '''),
+    "/static/worker.js": ("text/javascript", b'''
+        self.addEventListener("activate", (event) => event.waitUntil(clients.claim()));
+        self.addEventListener("fetch", (event) => {
+          if (event.request.url.endsWith("/of-the-worker")) event.respondWith(new Response("made by the worker"));
+        });
+    '''),
+}
+
 
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
@@ -45,6 +67,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_GET(self):
+        if self.path in EDITOR:
+            kind, body = EDITOR[self.path]
+            return self.answer(body, kind, Service_Worker_Allowed="/")
         if self.path == "/socket" and self.headers.get("Upgrade"):
             return self.echo()
         if self.path == "/cookies":
@@ -76,6 +101,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Upgrade", "websocket")
         self.send_header("Connection", "Upgrade")
         self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
+        protocols = self.headers.get("Sec-WebSocket-Protocol")
+        if protocols:
+            self.send_header("Sec-WebSocket-Protocol", protocols.split(",")[-1].strip())
         self.end_headers()
         self.wfile.flush()
         self.close_connection = True

@@ -412,9 +412,9 @@ def _whole(text: str, what: str) -> int:
 
 def plan_command(given: Mapping[str, str]) -> str:
     """Return the command that the form stands for."""
-    words = ["hpcsched plan fits"]
+    words = ["hpcsched", "plan", "fits"]
     words += ["--serve"] if given["use"] == "serve" else []
     words += [f"--{name}" for name, _ in FLAGS if given[name]]
     valued = [one[0] for one in (*MODEL_FIELDS, *USE_FIELDS)] + ["dtype", "optimizer", "gpu_memory"]
     words += [f"--{name.replace('_', '-')}={given[name]}" for name in valued if given[name]]
-    return " ".join([*words, *(["config.json"] if given["config"] else [])])
+    return shlex.join([*words, *(["config.json"] if given["config"] else [])])

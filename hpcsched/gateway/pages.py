@@ -28,6 +28,7 @@ from hpcsched.listing.jobs import energy_text
 from hpcsched.listing.overview import takes_jobs, totals, troubles
 from hpcsched.listing.text import clean, date_text, output_text
 from hpcsched.metrics.usage_report import HOUR_S, Period, UsageRow, total_of, usage_rows
+from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.tariff import PeriodPrices
 from hpcsched.model.units import format_mem, format_time_s
 
@@ -37,6 +38,7 @@ ROWS = 100  # jobs on a page of the list
 FIRST_ROWS = 20  # ... on the overview
 NODE_ROWS = 200  # nodes on a page of the list
 SCHEDULE_ROWS = 60  # of the schedule: more nodes than this are shown only if they have bars
+STEP_ROWS = 50  # on the page of a job
 MAX_BARS = 500
 MAX_LOG_BYTES = 64 << 10
 REPLICA_ROWS = 500
@@ -161,7 +163,8 @@ class Pages:
                 "actions": actions_for(
                     job, str(job["array_job_id"]) if count > 1 else job["display_id"], found["me"]["actions"]
                 ),
-                "facts": [*facts_of(job), *use_facts_of(job, found["past"], found["config"])],
+                "facts": [*facts_of(job), *use_facts_of(job, _past_of(job, found["past"]), found["config"])],
+                "steps": steps_of(_past_of(job, found["past"])) if count == 1 else [],
             },
         )
 
@@ -477,9 +480,29 @@ def facts_of(job: Json) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def use_facts_of(job: Json, past: Json | None, config: Json | None) -> list[tuple[str, str]]:
-    """Return the efficiency of a job, its energy, and its price if there are prices."""
-    view = next((one for one in (past or {}).get("jobs", ()) if one["id"] == job["id"]), None)
+def _past_of(job: Json, past: Json | None) -> Json | None:
+    """Return the job as the history has it; None: it is not there."""
+    return next((one for one in (past or {}).get("jobs", ()) if one["id"] == job["id"]), None)
+
+
+def steps_of(view: Json | None) -> list[Json]:
+    """Return the steps of a job of the history, the last ones last."""
+    steps = (view or {}).get("steps") or []
+    return [step | {"node_list": compress_hostlist(step["nodes"]), **_used_by(step)} for step in steps[-STEP_ROWS:]]
+
+
+def _used_by(step: Json) -> dict[str, str]:
+    """Return the times, memory and exit of a step as texts; "": not known yet."""
+    is_measured, kib, code = step["cpu_user_s"] is not None, step["max_rss_kib"], step["exit_code"]
+    return {
+        "cpu_time": format_time_s(step["cpu_user_s"] + (step["cpu_system_s"] or 0.0)) if is_measured else "",
+        "memory": format_mem(round(kib / 1024)) if kib else "",
+        "exit": "" if code is None else f"{code}:{step['exit_signal'] or 0}",
+    }
+
+
+def use_facts_of(job: Json, view: Json | None, config: Json | None) -> list[tuple[str, str]]:
+    """Return the efficiency of a job of the history, its energy, and its price if there are prices."""
     if view is None:
         return []
     uses, cost = view.get("energy") or [], (config or {}).get("cost", {})

@@ -397,9 +397,9 @@ def node_times(
     changes: dict[str, list[_Change]] = {node["name"]: [] for node in nodes}
     for part in held:
         amount = {MEM: part.mem_mib, GPU: part.gpus, NODE: 1.0}.get(tres, part.cpus)
-        _mark(changes, names, part.node, part.since_s, part.until_s, _Change(0.0, "", amount))
+        _mark(changes, names, part.node, part.since_s, part.until_s, "", amount)
     for outage in outages:
-        _mark(changes, names, outage["node"], outage["start_s"], outage["end_s"], _Change(0.0, outage["kind"], 1.0))
+        _mark(changes, names, outage["node"], outage["start_s"], outage["end_s"], outage["kind"], 1.0)
     found = {}
     for node in nodes:
         start_s = max(period.start_s, node["since_s"] or period.start_s)
@@ -408,24 +408,20 @@ def node_times(
     return found
 
 
-class _Change(NamedTuple):
-    """Resources are allocated (`kind` "") or an outage begins; negative: the reverse."""
-
-    at_s: float
-    kind: str
-    amount: float
+# A time, and what begins then: resources are allocated (kind ""), or an outage; a negative amount: it ends.
+_Change = tuple[float, str, float]
 
 
 def _mark(
     changes: Mapping[str, list[_Change]], names: Mapping[str, str], node: str, since_s: float, until_s: float | None,
-    change: _Change,
+    kind: str, amount: float,
 ) -> None:  # fmt: skip
     of_node = changes.get(names.get(node, node))
     if of_node is None:
         return
-    of_node.append(change._replace(at_s=since_s))
+    of_node.append((since_s, kind, amount))
     if until_s is not None:
-        of_node.append(change._replace(at_s=until_s, amount=-change.amount))
+        of_node.append((until_s, kind, -amount))
 
 
 def _swept(changes: Iterable[_Change], start_s: float, end_s: float, amount: float) -> NodeTime:
@@ -433,13 +429,13 @@ def _swept(changes: Iterable[_Change], start_s: float, end_s: float, amount: flo
     made = NodeTime()
     state = {"": 0.0, OFF: 0.0, DOWN: 0.0, DRAINED: 0.0}
     at_s = start_s
-    for change in (*sorted(changes), _Change(end_s, "", 0.0)):
-        until_s = min(end_s, change.at_s)
+    for change_s, kind, change in (*sorted(changes), (end_s, "", 0.0)):
+        until_s = min(end_s, change_s)
         if until_s > at_s:
             _count(made, state, until_s - at_s, amount)
             at_s = until_s
-        if change.kind in state:
-            state[change.kind] += change.amount
+        if kind in state:
+            state[kind] += change
     return made
 
 

@@ -94,6 +94,10 @@ class Statement:
         """Return the rows of a query; their values are attributes, named as the columns."""
         return list(map(self._row, self.run(connection, values)))
 
+    def tuples(self, connection: Connection, values: Row | None = None) -> list[tuple[Any, ...]]:
+        """Return the rows of a query as plain tuples. Names double the time of short rows."""
+        return self.run(connection, values).fetchall()
+
     def value(self, connection: Connection, values: Row | None = None) -> Any:
         """Return the first value of the first row; None if there is no row."""
         row = self.run(connection, values).fetchone()

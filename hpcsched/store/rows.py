@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +24,7 @@ from hpcsched.lifecycle.events import (
 from hpcsched.lifecycle.job import submitted_jobs
 from hpcsched.model.codec import spec_from_json, spec_to_short_json, value_from_json, value_to_json
 from hpcsched.model.cron import CronEntry, Crontab
-from hpcsched.model.frozen import replace
+from hpcsched.model.frozen import copies, replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal, TrainingStatus
 from hpcsched.model.node import Node, Share, reach_of
@@ -486,8 +487,12 @@ def _dependency_text(job: Job) -> str | None:
     return json.dumps([job.dependency_any_set, dependency_to_data(job.dependency_set)], separators=(",", ":"))
 
 
-def job_of(row: Any, spec: JobSpec) -> Job:
-    """Return the job of a row of table `jobs`."""
+def jobs_of(rows: Iterable[Any], specs: Mapping[int, JobSpec]) -> list[Job]:
+    """Return the jobs of rows of table `jobs`."""
+    return [_job_of(row, specs[row.spec_id]) for row in rows]
+
+
+def _job_of(row: Any, spec: JobSpec) -> Job:
     values: dict[str, Any] = dict(zip(AS_THEY_ARE, _plain_values(row), strict=True))
     for name, text in zip(SHARES, _shares(row), strict=True):
         values[name] = () if text == "[]" else tuple(map(share_from_data, json.loads(text)))
@@ -511,18 +516,25 @@ def job_of(row: Any, spec: JobSpec) -> Job:
     return Job(**values)
 
 
-def counted_job_of(row: Any, spec: JobSpec) -> Job:
-    """Return what reports count of a job, from its columns `COUNTED`.
+def counted_jobs_of(rows: Sequence[Any], specs: Mapping[int, JobSpec]) -> list[Job]:
+    """Return what reports count of jobs, from their columns `COUNTED`.
 
-    Its other fields have their defaults. That is enough to replay its events. To make the whole job takes four times as long.
+    Their other fields have their defaults. That is enough to replay their events. To make whole jobs takes several times as long.
     """
-    *plain, state, shares = row
-    return Job(
-        **dict(zip(COUNTED_AS_THEY_ARE, plain, strict=True)),
-        spec=spec,
-        state=JobState(state),
-        shares=tuple(map(share_from_data, json.loads(shares))),
+    if not rows:
+        return []
+    first = dict(zip(COUNTED_AS_THEY_ARE, rows[0], strict=False))
+    plain = Job(**first, spec=specs[rows[0].spec_id])
+    names = (*COUNTED_AS_THEY_ARE, "state", "shares", "spec")
+    return copies(
+        plain, names, ((*known, JobState(state), _shares_of(shares), specs[known[1]]) for *known, state, shares in rows)
     )
+
+
+@lru_cache(maxsize=256)
+def _shares_of(text: str) -> tuple[Share, ...]:
+    """Return the shares in the JSON `text`. Many jobs of a history have equal ones."""
+    return tuple(map(share_from_data, json.loads(text)))
 
 
 def submission_row(tasks: Sequence[Job]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ from hpcsched.store.rows import (
     Env,
     audit,
     benches,
-    counted_job_of,
+    counted_jobs_of,
     credential_of,
     credential_row,
     credentials,
@@ -75,9 +75,9 @@ from hpcsched.store.rows import (
     failure_row,
     failures,
     gpu_uses,
-    job_of,
     job_row,
     jobs,
+    jobs_of,
     links,
     meta,
     node_events,
@@ -201,6 +201,13 @@ class Store:
     def _rows_of(self, statement: Statement, ids: Iterable[object]) -> list[Any]:
         """Return the rows for all `ids`, which `statement` has in its places."""
         return [row for part in _parts(ids) for row in self._rows(statement, part)]
+
+    def _tuples_of(self, statement: Statement, ids: Iterable[object]) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows for all `ids` as `_rows_of` returns them, but without names."""
+        for part in _parts(ids):
+            with reading(self.connection) as connection:
+                found = statement.tuples(connection, part)
+            yield from found
 
     def _value(self, statement: Statement, values: Row | None = None) -> Any:
         with reading(self.connection) as connection:
@@ -363,7 +370,7 @@ class Store:
         with reading(self.connection) as connection:
             rows = _SPECS_OF_LIVE.rows(connection, values)
             by_id = self._specs(rows)
-            found = [job_of(row, by_id[row.spec_id]) for row in _LIVE_JOBS.rows(connection, values)]
+            found = jobs_of(_LIVE_JOBS.rows(connection, values), by_id)
         self._env_macs = {row.id: row.env_mac for row in rows if row.env_mac}
         self.unopened = frozenset(spec_id for spec_id in self._env_macs if not by_id[spec_id].env)
         self._unchanged = {}
@@ -380,20 +387,20 @@ class Store:
 
     def jobs(self, job_ids: Iterable[int]) -> list[Job]:
         """Return these jobs, by id."""
-        return self._jobs(job_ids, _JOBS, job_of, self._specs)
+        return self._jobs(job_ids, _JOBS, jobs_of, self._specs)
 
     def counted_jobs(self, job_ids: Iterable[int]) -> list[Job]:
-        """Return these jobs, by id, with what reports count of them (see `counted_job_of`).
+        """Return these jobs, by id, with what reports count of them (see `counted_jobs_of`).
 
         Their specifications have no environments.
         """
-        return self._jobs(job_ids, _COUNTED_JOBS, counted_job_of, partial(specs_of, environments={}))
+        return self._jobs(job_ids, _COUNTED_JOBS, counted_jobs_of, partial(specs_of, environments={}))
 
     def _jobs(
         self,
         job_ids: Iterable[int],
         statement: Statement,
-        made_of: Callable[[Any, JobSpec], Job],
+        made_of: Callable[[Sequence[Any], Mapping[int, JobSpec]], list[Job]],
         specs_in: Callable[[Sequence[Any]], dict[int, JobSpec]],
     ) -> list[Job]:
         wanted = set(job_ids)
@@ -404,7 +411,7 @@ class Store:
         waiting = [(row, ids) for row in submitted if (ids := sorted(missing.intersection(_ids_of(row))))]
         spec_ids = {row.spec_id for row in rows} | {row.spec_id for row, _ in waiting}
         by_id = specs_in(self._rows_of(_SPECS, spec_ids))
-        found = [made_of(row, by_id[row.spec_id]) for row in rows]
+        found = made_of(rows, by_id)
         for row, ids in waiting:
             found += submitted_of(row, by_id[row.spec_id], ids)
         return sorted(found, key=lambda job: job.id)
@@ -505,7 +512,7 @@ class Store:
     def attempts(self, listed: Sequence[Job]) -> dict[int, tuple[Attempt, ...] | None]:
         """Return the attempts of these jobs; None of a job whose events do not fit together."""
         courses: dict[int, list[tuple[str, float]]] = {job.id: [] for job in listed}
-        for job_id, kind, at_s in self._rows_of(_COURSES_OF_JOBS, courses):
+        for job_id, kind, at_s in self._tuples_of(_COURSES_OF_JOBS, courses):
             courses[job_id].append((kind, at_s))
         found: dict[int, tuple[Attempt, ...] | None] = {}
         found |= {job.id: ordinary_attempts(job, courses[job.id]) for job in listed}
@@ -541,7 +548,7 @@ class Store:
     def step_figures(self, job_ids: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
         """Return what reports count of the steps of these jobs, by job."""
         found: dict[int, list[dict[str, Any]]] = {}
-        for job_id, *figures in self._rows_of(_STEP_FIGURES, job_ids):
+        for job_id, *figures in self._tuples_of(_STEP_FIGURES, job_ids):
             found.setdefault(job_id, []).append(dict(zip(STEP_FIGURES, figures, strict=True)))
         return found
 

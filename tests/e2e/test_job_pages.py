@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def page(served: Served) -> Iterator[Page]:
-    with chromium() as browser:
+    with chromium("--ignore-certificate-errors") as browser:  # service workers need more than a page that ignores them
         page = browser.new_context(ignore_https_errors=True).new_page()
         page.set_default_timeout(PATIENCE_S * 1000)
         page.goto(served.cluster.run("hpcsched", "web").stdout.strip())
@@ -103,8 +104,18 @@ def test_a_job_is_opened_from_its_page_and_cannot_use_the_session(served: Served
     page.wait_for_url(at(served, f"/job/{job}"))
 
 
-def test_jupyter_from_its_job_script_runs_a_cell(served: Served, page: Page) -> None:
-    folder = served.base / "notebooks"
+def test_an_editor_has_its_service_worker_and_the_subprotocol_of_its_socket(served: Served, page: Page) -> None:
+    job = submit(served)
+    page.goto(at(served, f"/job/{job}/open"))
+    page.get_by_role("button", name="Open", exact=True).click()
+    page.wait_for_url(f"https://job-{job}.localhost:{served.port}/")
+    page.goto(f"https://job-{job}.localhost:{served.port}/editor")
+    expect(page).to_have_title("made by the worker, editor.v1, echo")
+    served.cluster.run("hcancel", job)
+
+
+def open_jupyter(served: Served, page: Page, folder: Path) -> str:
+    """Submit the job script of the form, with all its files in `folder`, and open what it serves; return the job."""
     folder.mkdir(mode=0o777)
     page.goto(at(served, "/submit"))
     page.get_by_role("link", name="Jupyter here").click()
@@ -112,10 +123,8 @@ def test_jupyter_from_its_job_script_runs_a_cell(served: Served, page: Page) -> 
     text = script.input_value()
     assert "htun socket" in text
     assert "# title" not in text
-    here = Path(sys.executable).parent
-    script.fill(
-        text.replace("\nsocket=", f"\nexport PATH={here}:$PATH JUPYTER_RUNTIME_DIR={folder}/runtime\nsocket=", 1)
-    )
+    places = f"JUPYTER_RUNTIME_DIR={folder}/runtime JUPYTER_CONFIG_DIR={folder}/config IPYTHONDIR={folder}/ipython"
+    script.fill(text.replace("\nsocket=", f"\nexport PATH={Path(sys.executable).parent}:$PATH {places}\nsocket=", 1))
     page.get_by_label("CPUs per task").fill("1")
     page.get_by_label("Directory").fill(str(folder))
     page.get_by_role("button", name="Submit").click()
@@ -123,8 +132,27 @@ def test_jupyter_from_its_job_script_runs_a_cell(served: Served, page: Page) -> 
     job = page.url.split("/")[-2]
     page.get_by_role("button", name="Open", exact=True).click()
     page.wait_for_url(f"https://job-{job}.localhost:{served.port}/**")
-    expect(page).to_have_title("Jupyter Server")
+    return job
+
+
+def test_jupyter_from_its_job_script_runs_a_cell(served: Served, page: Page) -> None:
+    job = open_jupyter(served, page, served.base / "notebooks")
+    expect(page).to_have_title(re.compile("Jupyter"))
     assert page.evaluate(RUN_CELL) == f"42 {job}\n"
+    served.cluster.run("hcancel", job)
+
+
+def test_the_page_of_jupyterlab_opens_a_notebook_and_runs_a_cell(served: Served, page: Page) -> None:
+    pytest.importorskip("jupyterlab")
+    statuses: list[int] = []
+    page.on("response", lambda answer: statuses.append(answer.status))
+    job = open_jupyter(served, page, served.base / "lab")
+    page.locator(".jp-LauncherCard[data-category='Notebook']").first.click()
+    page.locator(".jp-Notebook .cm-content").first.click()
+    page.keyboard.insert_text("import os; print(6 * 7, os.environ['SLURM_JOB_ID'])")
+    page.keyboard.press("Shift+Enter")
+    expect(page.locator(".jp-OutputArea-output").first).to_have_text(f"42 {job}")
+    assert {403, 429, 502}.isdisjoint(statuses)
     served.cluster.run("hcancel", job)
 
 

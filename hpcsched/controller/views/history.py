@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -78,6 +79,8 @@ PART_JOBS = 500  # read at a time
 
 Json = dict[str, Any]
 _NOT_OF_A_NUMBER = re.compile(r"[_.+]")
+_COUNTED = ("id", "display_id", "user", "account", "partition", "qos")
+_counted_values = attrgetter(*_COUNTED)
 
 
 class _Extras(NamedTuple):
@@ -226,7 +229,7 @@ def _use_view(job: Job, part: _HistorySlice, cluster: ClusterState) -> Json:
     known = cluster.jobs.get(job.id, job)
     live = cluster.live_use(known) if known.state in ACTIVE else None
     return {
-        **{name: getattr(known, name) for name in ("id", "display_id", "user", "account", "partition", "qos")},
+        **dict(zip(_COUNTED, _counted_values(known), strict=True)),
         "state": known.state.value,
         "use": None if live is None else {"cpu_s": live.cpu_s, "memory_bytes": live.memory_bytes},
         "steps": part.step_figures.get(job.id, []),
@@ -259,6 +262,8 @@ def _energy_views(
 
     The prices are those of the time for which each attempt held the node, else those outside of windows.
     """
+    if not uses:
+        return []
     tariff = cluster.config.cost
     held: dict[tuple[int, str], tuple[float, float]] = {}
     for attempt in attempts or ():

@@ -404,7 +404,7 @@ def test_a_job_page_has_efficiency_energy_and_price(
     cluster.run(job)
     cluster.tick(3600.0)
     cluster.end(job)
-    step = {"attempt": 0, "cpu_user_s": 900.0, "cpu_system_s": None, "max_rss_kib": 50 << 10, "ntasks": 1}
+    step = step_of("batch", cpu_user_s=900.0, max_rss_kib=50 << 10)
     energy = [{"job_id": job, "attempt": 0, "node": "n1", "source": "estimated", "joules": 7.2e6, "cost": 0.6}]
     shown = cluster.backend().job(ANN, str(job))["jobs"][0]
     controller.history = [shown | {"steps": [step], "energy": energy}]
@@ -416,6 +416,37 @@ def test_a_job_page_has_efficiency_energy_and_price(
     assert "Price of attempt 0 0.50 EUR" in words(page(browser, f"/job/{job}"))
     controller.history = []
     assert "Efficiency" not in words(page(browser, f"/job/{job}"))
+
+
+def step_of(step: str, **values: Any) -> dict[str, Any]:
+    """Return a step of a job of the history."""
+    usual = {"attempt": 0, "name": "train.py", "nodes": ["n1", "n2"], "ntasks": 1, "state": "COMPLETED", "exit_code": 0}
+    unknown = dict.fromkeys(("exit_signal", "cpu_user_s", "cpu_system_s", "max_rss_kib"))
+    return {"step": step, **usual, **unknown, **values}
+
+
+def test_a_job_page_lists_the_last_steps_with_their_use_and_exit(
+    cluster: Cluster, browser: TestClient, controller: Controller
+) -> None:
+    job = cluster.submit(ANN, name="train")
+    cluster.run(job)
+    shown = cluster.backend().job(ANN, str(job))["jobs"][0]
+    steps = [step_of(str(number)) for number in range(60)]
+    steps += [
+        step_of("60", attempt=1, ntasks=4, state="FAILED", exit_code=1, exit_signal=9, cpu_user_s=50.0, cpu_system_s=20.5,
+                max_rss_kib=3 << 20),
+        step_of("61", name="<b>now", state="RUNNING", exit_code=None),
+    ]  # fmt: skip
+    controller.history = [shown | {"steps": steps}]
+    text = words(page(browser, f"/job/{job}"))
+    assert "Step Name State Attempt Tasks CPU time Memory Exit code Nodes" in text
+    assert "60 train.py FAILED 1 4 1:10 3G 1:9 n[1-2]" in text
+    assert "61 <b>now RUNNING 0 1 n[1-2]" in text
+    assert f"The last 50 steps; hacct -j {job} shows all" in text
+    assert "12 train.py" in text
+    assert "11 train.py" not in text
+    controller.history = [shown | {"steps": []}]
+    assert "Exit code Nodes" not in words(page(browser, f"/job/{job}"))
 
 
 def test_nodes_are_filtered_and_have_pages(browser: TestClient, cluster: Cluster) -> None:
@@ -792,6 +823,7 @@ def test_the_plan_says_on_which_nodes_a_model_fits_and_the_command(browser: Test
     text = words(page(browser, "/plan?params=7B&use=serve&dtype=int4&context=100"))
     assert "hpcsched plan fits --serve --params=7B --context=100 --dtype=int4" in text
     assert "7 billion parameters: to serve it takes" in text
+    assert "hpcsched plan fits '--params=7B; id'" in words(page(browser, "/plan?params=7B%3B%20id"))
     config = {
         "model_type": "llama",
         "hidden_size": 64,
