@@ -502,7 +502,7 @@ def _used_by(step: Json) -> dict[str, str]:
 
 
 def use_facts_of(job: Json, view: Json | None, config: Json | None) -> list[tuple[str, str]]:
-    """Return the efficiency of a job of the history, its energy, and its price if there are prices."""
+    """Return the efficiency, the energy and, if there are prices, the price of a job."""
     if view is None:
         return []
     uses, cost = view.get("energy") or [], (config or {}).get("cost", {})

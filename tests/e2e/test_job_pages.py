@@ -115,7 +115,7 @@ def test_an_editor_has_its_service_worker_and_the_subprotocol_of_its_socket(serv
 
 
 def open_jupyter(served: Served, page: Page, folder: Path) -> str:
-    """Submit the job script of the form, with all its files in `folder`, and open what it serves; return the job."""
+    """Submit the form's job script, with its files in `folder`; open what it serves; return the job."""
     folder.mkdir(mode=0o777)
     page.goto(at(served, "/submit"))
     page.get_by_role("link", name="Jupyter here").click()

@@ -109,7 +109,7 @@ def lines_of(html: str) -> str:
 
 
 class WholeLab(Controller):
-    """The lab of the pictures, with answers that a cluster without nodes and recorder does not have."""
+    """The lab of the pictures, with answers that need real nodes and a recorder."""
 
     def _answers(self, identity: Identity, query: dict[str, str]) -> Mapping[str, Callable[..., Awaitable[Any]]]:
         known = super()._answers(identity, query)
