@@ -76,7 +76,8 @@ def test_a_change_leaves_open_tables_open_and_the_focus_where_it_is(
     summary = page.locator("#charts summary").first
     summary.focus()
     summary.press("Enter")
-    (memory,) = [one for one in HISTORY["series"] if one["name"] == "job_memory_bytes"]  # type: ignore[index]
+    series: Any = HISTORY["series"]
+    (memory,) = [one for one in series if one["name"] == "job_memory_bytes"]
     monkeypatch.setitem(memory, "values", [1e9, 7e9, None])
     page.clock.run_for(LATER_MS)
     expect(page.locator("#charts td", has_text="7G")).to_be_visible()
