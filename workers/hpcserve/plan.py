@@ -212,7 +212,7 @@ class PlanTask:
 
     @property
     def embedding_bytes(self) -> float:
-        """Bytes of a number of the embedding: int8 in both quantized kinds, with a scale for each row."""
+        """Bytes of an embedding's number: int8 in quantized kinds, with a scale for each row."""
         return self.plain_bytes if self.kind in ("fp32", "bf16") else 1 + 4 / self.shape.width
 
 
