@@ -23,7 +23,6 @@ NO_DECISION = {
     "controller/credentials.py:create",  # which of two actions to authorize
     "controller/credentials.py:revoke",
     "controller/credentials.py:make_code",  # which codes the user has
-    "controller/requests/reaches.py:prepare",  # which keys the user has
 }
 # Refusals that are not about who asks, but about what: by the function.
 REFUSES = {

@@ -295,7 +295,7 @@ def _managed(tx: Transaction, identity: Identity, body: Json, verb: str) -> Serv
 
 
 def may_use(cluster: ClusterState, identity: Identity, service: Service) -> bool:
-    """Return whether the user may ask the model: by its role, or because it is open to the user."""
+    """Return whether the user may ask the model: by role, or because it is open to the user."""
     if allows(identity, Action.USE_SERVICE, owner_of(service)):
         return True
     if service.audience is Audience.OWNER:
