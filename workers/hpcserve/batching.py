@@ -433,7 +433,7 @@ class Batcher:
         """Return how many tokens of prompts a step may have beside so many others."""
         most = self.limits.step_tokens - decoding
         others = any(sequence.flights and sequence.planned >= len(sequence.tokens) for sequence in self._running)
-        if not decoding and not others:
+        if (not decoding and not others) or self._continues_streams():
             alone_s = min(self.limits.alone_s, self.limits.step_s)
             return min(most, max(LEAST_ALONE, self.costs.most_tokens(alone_s, most)))
         if decoding and not self.costs.knows(decoding):
@@ -442,6 +442,13 @@ class Batcher:
         limit_s = min(self.limits.gap_factor * base_s, self.limits.step_s)
         fast = self.costs.most_tokens(limit_s, self.limits.step_tokens) - decoding
         return min(most, max(fast, SMALLEST_CHUNK))
+
+    def _continues_streams(self) -> bool:
+        """Return whether streams of a lost generation wait for their next token: they wait longer than others."""
+        return any(
+            sequence.request.sent and sequence.generated == len(sequence.request.sent)
+            for sequence in (*self._waiting, *self._running)
+        )
 
     def _row(self, sequence: LiveSequence, count: int) -> PlannedRow:
         """Return a row for the next tokens of a sequence, at most `count`."""

@@ -103,6 +103,18 @@ def test_a_step_of_prompts_alone_has_the_ceiling_too() -> None:
     assert play(batcher, batcher.next_step()) == {"a": 80}
 
 
+def test_streams_of_a_lost_generation_continue_before_gaps_count() -> None:
+    batcher = batcher_with({1: 0.01, 512: 0.5}, step_tokens=128, gap_factor=1.0)
+    for name in "ab":
+        batcher.add(asked(name, 100, sent=(1,) * 28), 0)
+    batcher.add(asked("new", 400), 1)
+    assert play(batcher, batcher.next_step()) == {"a": 128}
+    assert play(batcher, batcher.next_step()) == {"a": 1, "b": 127}
+    assert play(batcher, batcher.next_step()) == {"a": 1, "b": 1, "new": 126}
+    assert play(batcher, batcher.next_step()) == {"a": 1, "b": 1}, "to measure it"
+    assert play(batcher, batcher.next_step()) == {"a": 1, "b": 1, "new": SMALLEST_CHUNK}
+
+
 def test_a_step_of_prompts_alone_is_short_as_well() -> None:
     batcher = batcher_with({100: 0.5}, blocks=100)
     batcher.add(asked("a", 600), 0)
