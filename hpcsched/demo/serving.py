@@ -41,6 +41,7 @@ SERVE_SCRIPT = """\
 #HSUB --time=00:30:00
 #HSUB --output={name}-%j.out
 
+export OMP_NUM_THREADS=1   # all three nodes have the cores of this machine
 exec {python} -P -m hpcserve run model --name demo --ranks 3 \\
     --kind fp32 --memory {memory} --context 512 --streams 1 --listen unix:{socket}
 """

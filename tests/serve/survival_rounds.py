@@ -1,7 +1,9 @@
 """Ranks of a served model are killed, frozen and cut off while eight streams run: `make serve-rounds ROUNDS=50`.
 
 Each round starts eight streams, lets one thing go wrong at a random token, and compares all tokens with those of an undisturbed
-run. Prints one line a round, then the longest pauses. Exit status 1 if a token is wrong, lost or doubled, or a stream ends early.
+run. Prints one line a round: the longest pause between two tokens, and the seconds from the fault until the loss is noticed, the
+next generation is formed, and it is ready. Then the longest pauses.
+Exit status 1 if a token is wrong, lost or doubled, or a stream ends early.
 
     kill       SIGKILL of a rank
     stop       SIGSTOP of a rank: it is silent, and its connections stay
@@ -24,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcserve.group.front import SILENT_S, ServeFront
+from hpcserve.group.front import SILENT_S, RecoveryTimes, ServeFront
 from tests.serve.groups import Streams, cut_connections, group, prompts, ready, undisturbed
 from tests.tiny_models import tiny_model
 
@@ -59,6 +61,14 @@ async def whole(front: ServeFront, ranks: int, spares: int) -> None:
         await asyncio.sleep(0.02)
 
 
+async def recovery_of(front: ServeFront, began_s: float) -> RecoveryTimes:
+    """Return the times of the first generation that was lost from `began_s` on, when the next one is ready."""
+    while not (front.recovery.lost_at_s >= began_s and front.recovery.ready_at_s):
+        assert not front.failure, front.failure
+        await asyncio.sleep(0.005)
+    return front.recovery
+
+
 async def play(directory: Path, options: argparse.Namespace, expected: Sequence[Sequence[int]]) -> bool:
     """Play all rounds; return whether all tokens were right."""
     chance, right = random.Random(options.seed), True
@@ -75,14 +85,17 @@ async def play(directory: Path, options: argparse.Namespace, expected: Sequence[
             streams = Streams(front.engine, asked, TOKENS)
             await streams.reach(chance.randrange(STREAMS, STREAMS * TOKENS * 3 // 4))
             began_s = time.monotonic()
+            recovering = asyncio.create_task(recovery_of(front, began_s))
             do_harm(front, fault, slot)
             tokens = await streams.end()
             is_right = tokens == list(map(list, expected))
             right &= is_right
+            times = await recovering
+            after_s = [at_s - began_s for at_s in (times.lost_at_s, times.formed_at_s, times.ready_at_s)]
             gaps[fault].append(streams.gap_s)
             print(
                 f"round {number + 1}: {fault} of slot {slot}: {'right' if is_right else 'WRONG'}, longest pause "
-                f"{streams.gap_s:.2f} s, streams over after {time.monotonic() - began_s:.2f} s",
+                f"{streams.gap_s:.2f} s (noticed {after_s[0]:.2f}, formed {after_s[1]:.2f}, ready {after_s[2]:.2f})",
                 flush=True,
             )
     for fault, all_s in gaps.items():

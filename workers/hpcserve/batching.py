@@ -444,7 +444,7 @@ class Batcher:
         return min(most, max(fast, SMALLEST_CHUNK))
 
     def _continues_streams(self) -> bool:
-        """Return whether streams of a lost generation wait for their next token: they wait longer than others."""
+        """Return whether streams of a lost generation wait: for longer than others."""
         return any(
             sequence.request.sent and sequence.generated == len(sequence.request.sent)
             for sequence in (*self._waiting, *self._running)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcserve.config import ModelConfig, parse_config
-from hpcserve.group.arrange import GroupArrangement, GroupSettings, even_split
+from hpcserve.group.arrange import GroupArrangement, GroupSettings, even_split, part_bytes, spare_parts
 from hpcserve.plan import ServeLoad
 from hpcserve.split import ModelPart, ModelSplit
 from hpctrain.elastic.roster import Member, MemberChoice
@@ -123,3 +123,18 @@ def test_measurements_that_confirm_the_plan_do_not_change_it() -> None:
     arrangement = arranged(shape="tensor", ranks=2)
     form(arrangement, arrangement([], members(0, 1), True))
     assert not arrangement.learn({0: 0.01, 1: 0.01}, members(0, 1))
+
+
+def test_a_spare_loads_the_parts_for_which_it_has_memory_beside_one_cache() -> None:
+    split = even_split(config(), 3, "tensor")
+    parts = [split.part(rank) for rank in range(3)]
+    sizes = [part_bytes(config(), part, "fp32") for part in parts]
+    cache = max(part_bytes(config(), part, "fp32", 8) - size for part, size in zip(parts, sizes, strict=True))
+
+    def loaded(free: int) -> list[ModelPart]:
+        return spare_parts(config(), split, "fp32", 8, first=1, free=free)
+
+    assert loaded(sum(sizes) + cache) == [parts[1], parts[2], parts[0]]
+    assert loaded(sum(sizes) + cache - 1) == [parts[1], parts[2]]
+    assert loaded(sizes[1] + cache) == [parts[1]]
+    assert loaded(sizes[1] + cache - 1) == []

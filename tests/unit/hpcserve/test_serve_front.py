@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from hpcserve.errors import ServeError
-from hpcserve.group.front import LEAST_STEPS, SpeedCounts, add_options, bound_socket, listen_name, settings_of
+from hpcserve.group.front import (
+    LEAST_STEPS,
+    ServeFront,
+    SpeedCounts,
+    add_options,
+    bound_socket,
+    listen_name,
+    settings_of,
+)
 from tests.tiny_models import tiny_model
 
 
@@ -90,3 +100,29 @@ def test_a_socket_is_bound_to_its_owner_alone(tmp_path: Path) -> None:
     with bound_socket(f"unix:{tmp_path / 'sock'}") as bound:
         assert bound.family == socket.AF_UNIX
         assert (tmp_path / "sock").stat().st_mode & 0o077 == 0
+
+
+def test_a_lost_rank_is_started_again_when_a_spare_has_replaced_it(model: Path) -> None:
+    async def scene() -> None:
+        front = ServeFront(settings_of(options(str(model), "--spares", "1"), {}), {})
+        front.inside = frozenset({0, 1})
+        front.engine.attach(Mock())
+        waiting = asyncio.create_task(front.spare_first(0))
+        await asyncio.sleep(0)
+        front.engine.detach()
+        front.inside = frozenset({1, 2})
+        await asyncio.sleep(0)
+        assert not waiting.done(), "the spare has not loaded its part"
+        front.engine.attach(Mock())
+        await waiting
+        await front.spare_first(0)
+
+    asyncio.run(scene())
+
+
+def test_without_spares_a_lost_rank_is_started_again_at_once(model: Path) -> None:
+    front = ServeFront(settings_of(options(str(model)), {}), {})
+    front.inside = frozenset({0})
+    awaitable = front.spare_first(0)
+    with pytest.raises(StopIteration):
+        awaitable.send(None)

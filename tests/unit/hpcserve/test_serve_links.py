@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hpcserve.group.links import (
     HELLO,
     MEMORY,
     LinkUse,
+    LinkWatch,
     Meeting,
     RankAddress,
     RankLink,
@@ -166,6 +168,52 @@ def test_a_rank_that_cannot_be_reached_is_named() -> None:
     met.listeners[0].close()
     with pytest.raises(GroupLost, match=r"cannot reach rank 0 at 127\.0\.0\.1"):
         Meeting(split_of(2), met.ranks, 1, b"key", is_given_up=lambda: True).connect(1, met.listeners[1])
+
+
+def test_ranks_that_do_not_answer_in_time_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcserve.group.links.MEET_S", 0.2)
+    met, unreached = Met(3), list[int]()
+    deaf = socket.create_server(("127.0.0.1", 0))
+    ranks = [replace(met.ranks[0], port=deaf.getsockname()[1]), *met.ranks[1:]]
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(Meeting(split_of(3), ranks, 1, b"key").connect, 1, met.listeners[1])
+        meeting = Meeting(split_of(3), ranks, 1, b"key", on_unreached=unreached.append)
+        with pytest.raises(GroupLost, match="cannot reach rank 0"):
+            meeting.connect(2, met.listeners[2])
+        with pytest.raises(GroupLost, match="cannot reach rank 0"):
+            second.result()
+    assert unreached == [0], "rank 1 was reached although rank 0 took all the time"
+    deaf.close()
+
+
+class ResendingSocket:
+    """A connection whose kernel has sent again so many times."""
+
+    def __init__(self, *times: int) -> None:
+        self._times = iter(times)
+
+    def getsockopt(self, level: int, name: int, length: int) -> bytes:
+        return bytes([1, 0, next(self._times), *bytes(5)])
+
+
+def test_a_rank_is_cut_off_after_the_kernel_resends_in_vain_for_long() -> None:
+    connections: Any = {1: [ResendingSocket(0, 1, 2, 0, 1, 2, 3)], 2: [ResendingSocket(*[0] * 7)]}
+    watch = LinkWatch(connections, 1.0, lambda rank: None)
+    found = [watch.cut_off(now_s) for now_s in (0.0, 0.5, 1.4, 1.6, 2.0, 2.9, 3.1)]
+    assert found == [[], [], [], [], [], [], [1]]
+
+
+def test_a_process_that_stood_still_cuts_nobody_off() -> None:
+    connections: Any = {1: [ResendingSocket(1, 1, 1)]}
+    watch = LinkWatch(connections, 1.0, lambda rank: None)
+    assert [watch.cut_off(now_s) for now_s in (5.0, 7.0, 7.9)] == [[], [], []]
+
+
+def test_connections_that_are_not_tcp_are_not_watched() -> None:
+    one, other = socket.socketpair()
+    assert not LinkWatch({1: [one]}, 0.0, lambda rank: None).cut_off(1.0)
+    one.close()
+    other.close()
 
 
 def test_ranks_of_one_host_sum_in_memory_that_has_no_name_afterwards() -> None:

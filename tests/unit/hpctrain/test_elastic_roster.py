@@ -260,3 +260,102 @@ def test_an_arrangement_chooses_members_and_their_order() -> None:
         roster.leave_generation(number, 0, 2.0, failed=False)
     assert members_of(roster.settle(2.0)) == [2, 1]
     assert roster.members[0].state is MemberState.READY, "it can be of use later"
+
+
+def test_spares_get_the_facts_of_each_generation_once() -> None:
+    def first_two(inside: Sequence[Member], ready: Sequence[Member], patient: bool) -> MemberChoice | None:
+        return MemberChoice(members=[*inside, *ready][:2], facts={"parts": 2})
+
+    roster = Roster(RosterSettings(least=1, want=2), 0.0, first_two)
+    for slot in range(3):
+        roster.ready(roster.join(slot, 0.0).number, {}, 0.0)
+    assert roster.settle(0.0)[2:] == [(2, {"type": "prepare", "parts": 2})]
+    assert roster.settle(1.0) == []
+    roster.ready(roster.join(3, 2.0).number, {}, 2.0)
+    assert roster.settle(2.0) == [(3, {"type": "prepare", "parts": 2})]
+    roster.lose(0, "killed", 3.0)
+    roster.leave_generation(1, 0, 3.0, failed=True)
+    assert said(roster.settle(3.0)) == [(1, "generation"), (2, "generation"), (3, "prepare")]
+
+
+# ----- members that reach the roster, but not each other
+
+
+def part(roster: Roster, now_s: float, *pairs: tuple[int, int]) -> list[tuple[int, dict[str, object]]]:
+    """Let all members leave the generation; the first of each pair reports that it did not reach the second one."""
+    orders = []
+    for member in roster.inside():
+        unreached = [other for number, other in pairs if number == member.number]
+        roster.leave_generation(member.number, roster.generation, now_s, failed=True, unreached=unreached)
+        orders += roster.settle(now_s)
+    return orders
+
+
+def test_of_two_members_that_do_not_reach_each_other_the_later_is_left_out() -> None:
+    roster = run_of(3)
+    roster.settle(0.0)
+    assert members_of(part(roster, 1.0, (1, 0))) == [0, 2]
+    assert roster.members[1].state is MemberState.READY
+
+
+def test_the_member_that_reaches_fewest_others_is_left_out() -> None:
+    roster = run_of(4)
+    roster.settle(0.0)
+    assert members_of(part(roster, 1.0, (1, 0), (2, 1), (1, 3))) == [0, 2, 3]
+
+
+def test_a_spare_replaces_a_member_that_is_left_out() -> None:
+    roster = run_of(3, want=2)
+    roster.settle(0.0)
+    assert members_of(part(roster, 1.0, (0, 1))) == [0, 2]
+
+
+def test_members_are_kept_apart_longer_each_time_they_fail_again() -> None:
+    roster = run_of(2)
+    roster.settle(0.0)
+    assert members_of(part(roster, 1.0, (0, 1))) == [0]
+    assert roster.settle(30.9) == []
+    assert said(roster.settle(31.1)) == [(0, "changing")]
+    assert members_of(part(roster, 32.0)) == [0, 1]
+    assert members_of(part(roster, 37.0, (1, 0))) == [0]
+    assert roster.settle(96.9) == []
+    assert said(roster.settle(97.1)) == [(0, "changing")]
+    assert members_of(part(roster, 98.0)) == [0, 1]
+    assert members_of(part(roster, 500.0, (1, 0))) == [0], "it worked in between"
+    assert said(roster.settle(530.1)) == [(0, "changing")]
+
+
+def test_a_member_that_is_lost_meanwhile_is_not_kept_apart_when_it_returns() -> None:
+    roster = run_of(2)
+    roster.settle(0.0)
+    roster.leave_generation(0, 0, 1.0, failed=True, unreached=[1])
+    roster.lose(1, "no heartbeat", 1.1)
+    assert members_of(roster.settle(1.1)) == [0]
+    roster.ready(roster.join(1, 2.0).number, {}, 2.0)
+    assert said(roster.settle(2.0)) == [(0, "changing")]
+
+
+def test_a_broken_link_is_tried_again_soon_if_nothing_works_without_it() -> None:
+    roster = run_of(2, least=2)
+    roster.settle(0.0)
+    assert said(part(roster, 1.0, (0, 1))) == [(1, "broken")]
+    assert roster.settle(10.9) == []
+    assert members_of(roster.settle(11.1)) == [0, 1]
+
+
+def test_the_member_is_left_out_without_which_a_generation_is_possible() -> None:
+    def with_the_second(inside: Sequence[Member], ready: Sequence[Member], patient: bool) -> MemberChoice | None:
+        known = [*inside, *ready]
+        return MemberChoice(members=known) if any(member.slot == 1 for member in known) else None
+
+    roster = Roster(RosterSettings(least=1, want=2), 0.0, with_the_second)
+    for slot in range(2):
+        roster.ready(roster.join(slot, 0.0).number, {}, 0.0)
+    roster.settle(0.0)
+    assert members_of(part(roster, 1.0, (0, 1))) == [1]
+
+
+def test_unreached_members_of_no_generation_are_ignored() -> None:
+    roster = run_of(3, want=2)
+    roster.settle(0.0)
+    assert members_of(part(roster, 1.0, (0, 2), (0, 99), (1, 1))) == [0, 1]

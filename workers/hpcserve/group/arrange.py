@@ -106,7 +106,7 @@ class GroupArrangement:
             return False
         for rank, number in enumerate(last.numbers):
             if step_s.get(number, 0) > 0:
-                size = part_bytes(self._config, last.split.part(rank), self._settings, with_cache=False)
+                size = part_bytes(self._config, last.split.part(rank), self._settings.kind)
                 self._measured[number] = size / step_s[number]
         self._plans.clear()
         found = self._planned([member for member in members if member.number in last.numbers])
@@ -135,7 +135,7 @@ class GroupArrangement:
     def _fits(self, member: Member, part: ModelPart) -> bool:
         """Return whether a part fits the memory of a waiting rank."""
         free = node_facts(member).free_bytes
-        return part_bytes(self._config, part, self._settings) <= free
+        return part_bytes(self._config, part, self._settings.kind, self._settings.blocks) <= free
 
     def _planned(self, candidates: Sequence[Member]) -> GroupPlan | None:
         key = frozenset(member.number for member in candidates)
@@ -210,15 +210,29 @@ def positive(value: object) -> float:
     return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else 0.0
 
 
-def part_bytes(config: ModelConfig, part: ModelPart, settings: GroupSettings, *, with_cache: bool = True) -> int:
-    """Return about the bytes of a part's weights, and of its cache."""
+def part_bytes(config: ModelConfig, part: ModelPart, kind: str, blocks: int = 0) -> int:
+    """Return about the bytes of a part's weights, and of its cache of so many blocks."""
     shape = model_shape(config)
-    each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.01, "int4": 0.625}[settings.kind]
+    each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.01, "int4": 0.625}[kind]
     layer = len(part.kv_groups) * shape.group_weights() + len(part.ffn) * shape.column_weights()
     ends = len(part.vocab) * shape.width * (part.layers.start == 0 or part.layers.stop == shape.layers)
-    cache = 2 * len(part.layers) * len(part.kv_groups) * shape.head_dim * settings.blocks * BLOCK_POSITIONS
+    cache = 2 * len(part.layers) * len(part.kv_groups) * shape.head_dim * blocks * BLOCK_POSITIONS
     weights = each * (len(part.layers) * layer + ends)
-    return int(weights + with_cache * cache * (4 if settings.kind == "fp32" else 2))
+    return int(weights + cache * (4 if kind == "fp32" else 2))
+
+
+def spare_parts(
+    config: ModelConfig, split: ModelSplit, kind: str, blocks: int, *, first: int, free: int
+) -> list[ModelPart]:
+    """Return the parts that a spare loads in advance, from that of rank `first` on.
+
+    These are as many as fit into `free` bytes beside one cache of `blocks` blocks.
+    """
+    parts = [split.part((first + rank) % split.size) for rank in range(split.size)]
+    sizes = [part_bytes(config, part, kind) for part in parts]
+    cache = max(part_bytes(config, part, kind, blocks) - size for part, size in zip(parts, sizes, strict=True))
+    needed = itertools.accumulate(sizes)
+    return [part for part, size in zip(parts, needed, strict=True) if size + cache <= free]
 
 
 def even_split(config: ModelConfig, ranks: int, shape: str) -> ModelSplit:

@@ -45,6 +45,7 @@ SILENT_S = 1.0
 LEAVE_S = 5.0
 AGAIN_S = 1.0  # between two starts in a slot
 LONGEST_PAUSE_S = 16.0
+SPARE_FIRST_S, SPARE_LOOK_S = 2.0, 0.02
 MOST_LOSSES = 5  # per rank, without a generation that is ready
 HOLD_S = 300.0
 COMPARE_EVERY_S = 60.0
@@ -91,6 +92,15 @@ class SpeedCounts:
         return steps / took_s, step_s
 
 
+@dataclass(slots=True, kw_only=True)
+class RecoveryTimes:
+    """When a generation was lost, and the next one formed and ready; 0: not yet."""
+
+    lost_at_s: float = 0.0
+    formed_at_s: float = 0.0
+    ready_at_s: float = 0.0
+
+
 class ServeFront:
     """The ranks of a served model, and the engine that they are together."""
 
@@ -116,6 +126,7 @@ class ServeFront:
         self._leader_slot = -1
         self._predicted = 0.0  # tokens/s of one stream; 0: unknown
         self._losses = 0  # since a generation was ready
+        self.recovery = RecoveryTimes()  # of the generation that was lost last
         command = [sys.executable, "-P", "-m", "hpcserve.group.rank", str(settings.directory)]
         self.launcher = RankLauncher(command, environ)
 
@@ -152,6 +163,7 @@ class ServeFront:
             "HPCSERVE_VERSION": self.version,
             "HPCSERVE_MEMORY": str(settings.memory_bytes),
             "HPCSERVE_STEP": str(settings.step_s),
+            "HPCSERVE_SILENCE": str(settings.silent_s),
             "HPCSERVE_MEASURE": settings.group.kind if settings.group.shape == "auto" else "",
         }
         for node in nodes:
@@ -219,7 +231,7 @@ class ServeFront:
             leader = self.engine.leader
             if leader is not None and (why := leader.why_stalled(time.monotonic())):
                 say(f"slot {self._leader_slot} is ended: {why}")
-                self.engine.detach(leader)
+                self._end_generation()
                 self.launcher.signal(self._leader_slot, signal.SIGKILL)
 
     async def _compare(self) -> None:
@@ -267,7 +279,17 @@ class ServeFront:
                 say(f"slot {slot.number}: its process {ending(status)} before it joined")
             if not self.engine.is_ready:
                 self._count_loss(status, has_joined=has_joined)
+            await self.spare_first(slot.number)
             await asyncio.sleep(max(0.0, started_s + pause_s - time.monotonic()))
+
+    async def spare_first(self, slot: int) -> None:
+        """Wait a moment until a spare has replaced the rank in a slot.
+
+        On one host, a starting rank would take the spare's cores.
+        """
+        until_s = time.monotonic() + (SPARE_FIRST_S if self._settings.spares else 0.0)
+        while (slot in self.inside or not self.engine.is_ready) and time.monotonic() < until_s:
+            await asyncio.sleep(SPARE_LOOK_S)
 
     def _count_loss(self, status: int, *, has_joined: bool) -> None:
         """Give up if ranks end again and again, and the model is never served."""
@@ -281,6 +303,12 @@ class ServeFront:
         """End the process of a lost rank, and with it the generation."""
         self.launcher.signal(slot, signal.SIGKILL)
         if slot in self.inside:
+            self._end_generation()
+
+    def _end_generation(self) -> None:
+        """Let all streams wait for the next generation."""
+        if self.engine.is_ready:
+            self.recovery = RecoveryTimes(lost_at_s=time.monotonic())
             self.engine.detach()
 
     def _formed(self, news: Message) -> None:
@@ -289,7 +317,8 @@ class ServeFront:
         self._predicted = float(str(news["tokens_s"]))
         slots = [self._server.roster.members[number].slot for number in self._arrangement.numbers]
         self.inside, self._leader_slot = frozenset(slots), slots[0]
-        self.engine.detach()
+        self._end_generation()
+        self.recovery.formed_at_s = time.monotonic()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in the leader of the current generation; one of an old generation is turned away."""
@@ -303,10 +332,16 @@ class ServeFront:
             leader = LeaderConnection(line, self._generation)
             self.engine.attach(leader)
             self._losses = 0
-            say(f"generation {leader.generation} is ready")
+            self._note_ready()
             await leader.read()
-        if leader is not None:
-            self.engine.detach(leader)
+        if leader is not None and leader is self.engine.leader:
+            self._end_generation()
+
+    def _note_ready(self) -> None:
+        times = self.recovery
+        times.ready_at_s = time.monotonic()
+        after = f" {times.ready_at_s - times.lost_at_s:.2f} s after the last one was lost" if times.lost_at_s else ""
+        say(f"generation {self._generation} is ready{after}")
 
 
 class DrainingServer(uvicorn.Server):

@@ -9,6 +9,7 @@ Rules:
 - Nothing waits without a limit, except a rank for its next step. `break_off` ends every wait at once, from any thread.
 - A rank that waits spins briefly, because a sum takes microseconds, and then sleeps in `poll`.
 - Sending never blocks a computation: what the kernel does not take at once leaves in a thread. (Sums send and receive at once.)
+- A host that acknowledges nothing is cut off, whatever the ranks compute meanwhile: the kernel knows it first (`LinkWatch`).
 Sources: Megatron-LM (two sums a layer); `hpctrain.peers` (proofs); `hpctrain.comm.shared_memory` (spin, then sleep).
 """
 
@@ -40,6 +41,8 @@ STEP_LIMIT_S = 10.0  # the longest wait for another rank within a step
 TOKENS_OF_LIMIT = 64  # a step of more tokens may take longer by this measure
 SPINS = 60
 POLL_S = 0.5
+WATCH_S = 0.1
+RETRANSMITS = 2  # of the bytes of struct tcp_info (linux/tcp.h): how often in vain since the last acknowledgement
 RING_BYTES = 1 << 20
 LINE_NUMBERS = 8  # each counter has its own cache line
 COUNTERS_BYTES = 4 * 8 * LINE_NUMBERS
@@ -408,6 +411,13 @@ class RankLinks:
         for other in range(1, self.split.size):
             self.control(other).message(0, None)
 
+    def connections(self) -> dict[int, list[socket.socket]]:
+        """Return the connections with each other rank."""
+        found: dict[int, list[socket.socket]] = {}
+        for (_, other), end in self._ends.items():
+            found.setdefault(other, []).append(end.connection)
+        return found
+
     def control(self, other: int) -> RankLink:
         """Return the link between leader and another rank."""
         return self._ends[LinkUse.CONTROL, other]
@@ -444,6 +454,60 @@ def links_of_threads(split: ModelSplit, limit_s: float = STEP_LIMIT_S) -> list[R
     return [RankLinks(split, rank, mine, limit_s) for rank, mine in enumerate(ends)]
 
 
+# ----- links that are cut without a word
+
+
+class LinkWatch:
+    """Tells which rank's host does not acknowledge what was sent to it for `silent_s`.
+
+    A busy or stopped rank does not matter: its kernel acknowledges. Encrypted connections cannot be watched.
+    """
+
+    def __init__(
+        self, connections: Mapping[int, Sequence[socket.socket]], silent_s: float, on_cut: Callable[[int], None]
+    ) -> None:
+        self._connections, self._silent_s, self._on_cut = connections, silent_s, on_cut
+        self._resending_since_s: dict[int, float] = {}
+        self._looked_at_s = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="link watch", daemon=True)
+
+    def __enter__(self) -> LinkWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def cut_off(self, now_s: float) -> list[int]:
+        """Return the ranks that are cut off now; call it again and again."""
+        found = []
+        if now_s - self._looked_at_s > self._silent_s:
+            self._resending_since_s.clear()  # this process stood still
+        self._looked_at_s = now_s
+        for rank, connections in self._connections.items():
+            if not any(map(is_resending, connections)):
+                self._resending_since_s.pop(rank, None)
+            elif now_s - self._resending_since_s.setdefault(rank, now_s) > self._silent_s:
+                found.append(rank)
+        return found
+
+    def _run(self) -> None:
+        while not self._over.wait(WATCH_S):
+            for rank in self.cut_off(time.monotonic()):
+                self._on_cut(rank)
+                self._over.set()
+
+
+def is_resending(connection: socket.socket) -> bool:
+    """Return whether the kernel sends again because nothing was acknowledged in time."""
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[RETRANSMITS] > 0
+    except OSError:  # closed, or not TCP
+        return False
+
+
 # ----- connecting
 
 
@@ -469,7 +533,10 @@ class Meeting:
         *,
         encrypted: bool = False,
         is_given_up: Callable[[], bool] = lambda: False,
+        on_unreached: Callable[[int], None] = lambda rank: None,
     ) -> None:
+        """Prepare the meeting; `on_unreached` gets each rank that does not answer in time."""
+        self._on_unreached = on_unreached
         self._split, self._ranks, self._generation = split, ranks, generation
         self._key, self._encrypted, self._is_given_up = key, encrypted, is_given_up
 
@@ -483,18 +550,24 @@ class Meeting:
         until_s = time.monotonic() + MEET_S
         found: dict[tuple[LinkUse, int], RankLink] = {}
         expected = {self._hello(use, rank, other): (use, other) for use, other in links if other > rank}
-        acceptor = threading.Thread(target=self._accept, args=(listener, expected, found, until_s), name="meeting")
-        acceptor.start()
-        reached = {}
-        for use, other in links:
-            if other < rank:
-                reached[use, other] = self._reach(use, other, rank, until_s)
-        acceptor.join()
-        ends = found | {at: link for at, link in reached.items() if link is not None}
+        threads = [threading.Thread(target=self._accept, args=(listener, expected, found, until_s), name="meeting")]
+        threads += [  # at once, so that one that does not answer takes no time from the others
+            threading.Thread(target=self._reach, args=(use, other, rank, found, until_s), name="meeting")
+            for use, other in links
+            if other < rank
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ends = dict(found)
         missing = [other for use, other in links if (use, other) not in ends]
         if missing:
             for link in ends.values():
                 link.close()
+            if not self._is_given_up():
+                for other in sorted(set(missing)):
+                    self._on_unreached(other)
             raise GroupLost(f"cannot reach rank {missing[0]} at {self._ranks[missing[0]].addresses[0]}")
         try:
             self._share_memory(rank, ends, limit_s)
@@ -530,7 +603,7 @@ class Meeting:
     ) -> None:
         """Accept the expected connections; close others, and those of old generations."""
         listener.settimeout(NAP_S)
-        while len(found) < len(expected) and not self._is_over(until_s):
+        while not set(expected.values()) <= found.keys() and not self._is_over(until_s):
             try:
                 peer, _ = listener.accept()
             except TimeoutError:
@@ -548,13 +621,16 @@ class Meeting:
                         continue
             peer.close()
 
-    def _reach(self, use: LinkUse, low: int, high: int, until_s: float) -> RankLink | None:
-        """Return a link to the lower rank."""
+    def _reach(
+        self, use: LinkUse, low: int, high: int, found: dict[tuple[LinkUse, int], RankLink], until_s: float
+    ) -> None:
+        """Connect to the lower rank."""
         hello, lower = self._hello(use, low, high), self._ranks[low]
         key = self._key_of(hello, low, high)
         offer = Offer(addresses=lower.addresses, port=lower.port, key=key, encrypted=self._encrypted)
         connection = reach(offer, until_s, self._is_given_up, hello)
-        return None if connection is None else RankLink(connection, f"rank {low}")
+        if connection is not None:
+            found[use, low] = RankLink(connection, f"rank {low}")
 
 
 def offer_memory(link: RankLink, limit_s: float) -> None:

@@ -15,7 +15,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import cast
 
@@ -59,6 +59,7 @@ class Membership:
         self._breaking = threading.Lock()  # held while `_break_off` is called or replaced
         self._break_off: Callable[[], None] = lambda: None
         self._broken = -1  # the last generation that broke
+        self._prepare: Callable[[Message], None] = lambda facts: None
         self._step, self._useful_s = -1, 0.0
         self._due = threading.Event()
         self._closed = False
@@ -87,13 +88,20 @@ class Membership:
             )
         return Messages(session)
 
-    def ready(self, offer: Message) -> None:
-        """Report that this member can take part, and its address for the others."""
+    def ready(self, offer: Message, prepare: Callable[[Message], None] = lambda facts: None) -> None:
+        """Report that this member can take part, and its address for the others.
+
+        `prepare` is called with the facts of a generation in which this member is a spare; it must not wait.
+        """
+        self._prepare = prepare
         self._send({"type": "ready", "offer": offer})
 
-    def leave_generation(self, generation: int, *, failed: bool) -> None:
-        """Report that this member has left a generation; `failed`: because an exchange failed."""
-        self._send({"type": "left", "generation": generation, "failed": failed})
+    def leave_generation(self, generation: int, *, failed: bool, unreached: Collection[int] = ()) -> None:
+        """Report that this member has left a generation.
+
+        `failed`: because an exchange failed. `unreached`: members to which its link is broken, as far as it knows.
+        """
+        self._send({"type": "left", "generation": generation, "failed": failed, "unreached": sorted(unreached)})
 
     def next_generation(self) -> Message:
         """Wait for the next generation in which this member takes part."""
@@ -176,6 +184,8 @@ class Membership:
         match message["type"]:
             case "generation":
                 self._generations.put(message)
+            case "prepare":
+                self._prepare(message)
             case "changing":
                 self.changing = True
             case "broken":

@@ -10,16 +10,21 @@ Rules:
 - Members with the state of the run come first, in their old order, so the first one can send it to the others.
 - Only heartbeats decide whether a member is lost, not its activity.
 - Once a member has left a generation because an exchange failed, no other member waits in it for long.
+- Two members that do not reach each other are not in one generation for a while, although both reach the roster. The one that is
+  left out is the one that reaches fewer members, else the later one. Only what a member reports while the other one lives counts.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 SILENT_S = 3.0
+APART_S = 30.0  # how long two members are kept apart at first; twice as long each time
+LONGEST_APART_S = 3600.0
+SHORTEST_APART_S = 10.0  # if there is no generation without the two
 Message = dict[str, object]
 
 
@@ -43,6 +48,7 @@ class Member:
     heard_at_s: float
     requested: str = ""  # the last request sent to it in this generation
     requested_at_s: float = 0.0
+    prepared: int = -1  # the last generation whose facts it got as a spare
     step: int = -1  # as it was reported last
     useful_s: float = 0.0  # of all its steps
 
@@ -70,8 +76,21 @@ class RosterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenLink:
+    """A link between two slots that failed while both reached the roster."""
+
+    failed_at_s: float
+    times: int
+
+    @property
+    def apart_s(self) -> float:
+        """The seconds for which the two slots are kept apart."""
+        return min(LONGEST_APART_S, APART_S * 2.0 ** min(self.times - 1, 16))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberChoice:
-    """The members of a generation in the order of their ranks, and facts for all of them."""
+    """The members of a generation in the order of their ranks, and facts for all."""
 
     members: Sequence[Member]
     facts: Message = field(default_factory=dict)
@@ -101,6 +120,9 @@ class Roster:
         self.losses: list[Loss] = []  # since the last generation was formed
         self._broken = False  # an exchange of this generation failed
         self._renewing = False
+        self._facts: Message = {}  # of this generation
+        self._unreached: set[frozenset[int]] = set()  # pairs of members, as reported in this generation
+        self._broken_links: dict[frozenset[int], BrokenLink] = {}  # by the two slots
 
     @property
     def want(self) -> int:
@@ -134,16 +156,22 @@ class Roster:
         member = self.members[number]
         member.heard_at_s, member.step, member.useful_s = now_s, step, member.useful_s + useful_s
 
-    def leave_generation(self, number: int, generation: int, now_s: float, *, failed: bool) -> None:
+    def leave_generation(
+        self, number: int, generation: int, now_s: float, *, failed: bool, unreached: Collection[int] = ()
+    ) -> list[Member]:
         """Record that a member has left a generation, and waits for the next.
 
-        `failed`: an exchange failed.
+        `failed`: an exchange failed. `unreached`: members that it did not reach. Return those that are in the generation, too.
         """
         member = self.members[number]
         member.heard_at_s = now_s
-        if generation == self.generation and member.state is MemberState.IN:
-            member.state = MemberState.LEFT
-            self._broken |= failed
+        if generation != self.generation or member.state is not MemberState.IN:
+            return []
+        member.state = MemberState.LEFT
+        self._broken |= failed
+        others = [other for other in self.inside() if other.number in unreached and other is not member]
+        self._unreached |= {frozenset((number, other.number)) for other in others}
+        return others
 
     def leave(self, number: int) -> None:
         """Remove a member that has ended without an error."""
@@ -212,11 +240,11 @@ class Roster:
         ready = [m for m in waiting if not self._closed and m.slot not in self._leaving]
         leave: list[tuple[int, Message]] = [(m.number, {"type": "leave"}) for m in waiting if m not in ready]
         if all(member.state is MemberState.LEFT for member in inside):
-            return leave + self._form(inside, ready, now_s)
-        request = self._request(inside, ready)
-        return leave + self._requests_to(inside, request, now_s) if request else leave
+            return leave + self._form(inside, ready, now_s) + self._preparations()
+        request = self._request(inside, ready, now_s)
+        return leave + (self._requests_to(inside, request, now_s) if request else self._preparations())
 
-    def _request(self, inside: list[Member], ready: list[Member]) -> str:
+    def _request(self, inside: list[Member], ready: list[Member], now_s: float) -> str:
         """Return what the members of the current generation have to do.
 
         "broken", "changing" or "".
@@ -224,9 +252,32 @@ class Roster:
         if self.losses or self._broken:
             return "broken"
         leaves = any(member.slot in self._leaving for member in inside)
-        choice = self._arrange(inside, ready, False) if ready else None
+        choice = self._chosen(inside, ready, now_s, patient=False) if ready else None
         joins = choice is not None and any(member not in inside for member in choice.members)
         return "changing" if leaves or joins or self._renewing else ""
+
+    def _chosen(
+        self, inside: Sequence[Member], ready: Sequence[Member], now_s: float, *, patient: bool
+    ) -> MemberChoice | None:
+        """Arrange the next generation without members that do not reach each other."""
+        for left_out in self._left_out([member.slot for member in (*inside, *ready)], now_s):
+            here = [member for member in inside if member.slot not in left_out]
+            choice = self._arrange(here, [member for member in ready if member.slot not in left_out], patient)
+            if choice is not None:
+                return choice
+        return None
+
+    def _left_out(self, slots: Sequence[int], now_s: float) -> Iterator[set[int]]:
+        """Yield slots to leave out, the best choice first.
+
+        If no generation is possible without them, a link is tried again early.
+        """
+        ages_s = {pair: now_s - link.failed_at_s for pair, link in self._broken_links.items()}
+        apart = [pair for pair, link in self._broken_links.items() if ages_s[pair] < link.apart_s]
+        yield left_out_of(slots, apart)
+        if apart:
+            yield left_out_of(slots, apart, later_first=False)
+            yield left_out_of(slots, [pair for pair in apart if ages_s[pair] < SHORTEST_APART_S])
 
     def _by_size(self, inside: Sequence[Member], ready: Sequence[Member], patient: bool) -> MemberChoice | None:
         """Choose the first members up to the wanted size, if they are enough."""
@@ -242,8 +293,9 @@ class Roster:
             parted.remove(member)
             self.leave(member.number)
             orders.append((member.number, {"type": "leave"}))
+        self._note_broken_links(now_s)
         patient = self.generation < 0 and now_s - self._began_at_s < self._settings.patience_s
-        choice = self._arrange(parted, ready, patient)
+        choice = self._chosen(parted, ready, now_s, patient=patient)
         if choice is None:
             return orders
         chosen = choice.members
@@ -252,6 +304,7 @@ class Roster:
                 member.state = MemberState.READY
         self.generation += 1
         self._broken = self._renewing = False
+        self._facts = choice.facts
         for member in chosen:
             member.state, member.requested = MemberState.IN, ""
         lost, self.losses = self.losses, []
@@ -264,6 +317,26 @@ class Roster:
         }
         return orders + [(m.number, news) for m in chosen]
 
+    def _note_broken_links(self, now_s: float) -> None:
+        """Keep members apart that did not reach each other, if both are still there."""
+        for numbers in self._unreached:
+            if numbers <= self.members.keys():
+                slots = frozenset(self.members[number].slot for number in numbers)
+                before, times = self._broken_links.get(slots), 1
+                if before is not None and now_s - before.failed_at_s < 2 * before.apart_s:
+                    times = before.times + 1  # it has not worked since
+                self._broken_links[slots] = BrokenLink(failed_at_s=now_s, times=times)
+        self._unreached.clear()
+
+    def _preparations(self) -> list[tuple[int, Message]]:
+        """Return the facts of the generation for spares, once, so that they can prepare."""
+        found: list[tuple[int, Message]] = []
+        for member in self.spares() if self._facts else []:
+            if member.prepared < self.generation:
+                member.prepared = self.generation
+                found.append((member.number, {"type": "prepare", **self._facts}))
+        return found
+
     def _requests_to(self, inside: list[Member], request: str, now_s: float) -> list[tuple[int, Message]]:
         """Return a request to the members of the generation, once each.
 
@@ -273,6 +346,20 @@ class Roster:
         for member in addressed:
             member.requested, member.requested_at_s = request, now_s
         return [(member.number, {"type": request, "generation": self.generation}) for member in addressed]
+
+
+def left_out_of(slots: Sequence[int], apart: Sequence[Collection[int]], *, later_first: bool = True) -> set[int]:
+    """Return slots without which no two are apart.
+
+    Those in most pairs are left out first, then later or earlier ones.
+    """
+    left_out: set[int] = set()
+    while True:
+        pairs = [pair for pair in apart if all(slot in slots and slot not in left_out for slot in pair)]
+        if not pairs:
+            return left_out
+        candidates = reversed(slots) if later_first else slots
+        left_out.add(max(candidates, key=lambda slot: sum(slot in pair for pair in pairs)))
 
 
 def members_of(news: Mapping[str, object]) -> list[Message]:

@@ -3,9 +3,9 @@
 One TCP listener, a JSON object per line in both directions.
 
 Both ends prove that they have the run's key, and each line is authenticated (`hpctrain.peers`). A member sends `join` (with its
-slot), `ready`, `heartbeat`, `left`, `done`, `turned away` or
-`failed`; the roster sends `generation`, `broken`, `changing`, `leave` or `end`.  A member whose connection ends without
-`done` is lost.  Does not start processes, nor decide which members take part.
+slot), `ready`, `heartbeat`, `left`, `done`, `turned away` or `failed`; the roster sends `generation`, `prepare` (to spares),
+`broken`, `changing`, `leave` or `end`.  A member whose connection ends without `done` is lost.  Does not start processes, nor
+decide which members take part.
 """
 
 from __future__ import annotations
@@ -285,9 +285,7 @@ class RosterServer:
                 self.roster.heartbeat(number, now_s, step=step, useful_s=useful_s)
                 self.account.note_step(step, useful_s, now_s)
             case "left":
-                self.roster.leave_generation(
-                    number, int(str(message["generation"])), now_s, failed=bool(message["failed"])
-                )
+                self._note_left(number, message, now_s)
             case "done":
                 self.done[number] = self.roster.members[number].slot
                 self.roster.leave(number)
@@ -303,6 +301,16 @@ class RosterServer:
                 self._report(f"slot {member.slot} is given up: {message['why']}")
             case other:
                 raise ValueError(f"a member sent {other!r}")
+
+    def _note_left(self, number: int, message: Message, now_s: float) -> None:
+        unreached = message.get("unreached", [])
+        if not isinstance(unreached, list) or not all(isinstance(other, int) for other in unreached):
+            raise ValueError("a member sent other members that are no numbers")
+        others = self.roster.leave_generation(
+            number, int(str(message["generation"])), now_s, failed=bool(message["failed"]), unreached=unreached
+        )
+        for other in others:
+            self._report(f"slots {self.roster.members[number].slot} and {other.slot} do not reach each other")
 
     def _note_generation(self, news: Message) -> None:
         members = news["members"]
