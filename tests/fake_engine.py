@@ -28,6 +28,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.sent = 0
         self.error: Exception | None = None
+        self.fails_after: tuple[int, Exception] | None = None  # after so many tokens
         self.gate: asyncio.Event | None = None  # if set, answers wait for it after their first token
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
@@ -50,9 +51,15 @@ class FakeEngine:
     async def _events(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         tokens = self.tokenizer.encode(self.answer(self.tokenizer.decode(request.prompt)), add_special=False)
         tokens += sorted(self.tokenizer.end_tokens)[:1]
-        for index, token in enumerate(tokens[: request.max_tokens]):
+        tokens = tokens[: request.max_tokens]
+        assert list(request.sent) == tokens[: len(request.sent)]
+        if len(request.sent) == len(tokens):
+            yield TokenEvent(token=None, finish="stop" if tokens[-1] in request.stop_tokens else "length")
+        for index, token in list(enumerate(tokens))[len(request.sent) :]:
             if index == 1 and self.gate is not None:
                 await self.gate.wait()
+            if self.fails_after is not None and index == self.fails_after[0]:
+                raise self.fails_after[1]
             is_end = token in request.stop_tokens
             finish = "stop" if is_end else "length" if index + 1 == request.max_tokens else None
             self.sent += 1

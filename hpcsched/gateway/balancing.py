@@ -132,9 +132,12 @@ def drawn(weights: Mapping[str, int], conversation: bytes) -> str:
     raise AssertionError("the weights add up to their total")
 
 
-def prompt_blocks(text: str) -> tuple[bytes, ...]:
-    """Return a hash of each beginning of a prompt, block by block, without the rest."""
-    digest, found = blake2b(digest_size=16), []
+def prompt_blocks(text: str, salt: str) -> tuple[bytes, ...]:
+    """Return a hash of each beginning of a prompt, block by block, without the rest.
+
+    `salt` is of the user, whose prefixes are in no cache for others.
+    """
+    digest, found = blake2b(salt.encode(), digest_size=16), []
     for begin in range(0, min(len(text), MOST_BLOCKS * BLOCK_CHARS), BLOCK_CHARS):
         if begin + BLOCK_CHARS > len(text):
             break

@@ -5,8 +5,10 @@ busy replicas are, and learns which there are. It reaches a replica through a st
 browsers (`hpcsched.gateway.jobproxy`); one step has the connections of all users.
 
 Rules: answers pass unbuffered, as fast as the client reads. A request whose replica fails before the first byte goes to another
-one. A stream that has begun and breaks ends with an error event: a replica of several nodes continues by itself when it loses
-one, so only the loss of a whole replica is seen here. Tokens are counted from the usage that replicas report.
+one. A stream that has begun and breaks continues at another replica of the same version, or at the same one when it is back:
+that gets the tokens which the client has, and sends what follows. A replica of several nodes continues by itself when it loses
+one, so only the loss of a whole replica is seen here. Tokens are counted from the usage that replicas report. Replicas get a
+name of each user that only this process can make, by which they keep the users' prefixes in their caches apart.
 
 Sources: OpenAI's API reference; WHATWG HTML (server-sent events).
 """
@@ -17,12 +19,13 @@ import asyncio
 import json
 import logging
 import re
+import secrets
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b, sha256
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -36,6 +39,7 @@ from hpcsched.errors import report_fault
 from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError
 from hpcsched.gateway.balancing import ReplicaChoice, ReplicaState, prompt_blocks, prompt_of
 from hpcsched.gateway.jobproxy import JobExchange
+from hpcsched.gateway.model_answers import NEW, RESUMED, STREAM_HEADER, AnswerMeter, SentStream
 from hpcsched.gateway.streams import MOST_CONNECTIONS, JobTunnel, StreamError, TunnelConnection
 from hpcsched.gateway.upstream import UpstreamError, UpstreamReply
 from hpcsched.model.service import MAX_USED_ROWS
@@ -57,10 +61,12 @@ CHECK_TOKENS = 32
 CHECK_ANSWER_S = 120.0
 MAX_ACTIVE_OF_USER = 256
 TUNNELS_OF_REPLICA = 16
-MAX_EVENT_BYTES = 1 << 20
+MAX_BREAKS = 5  # of one stream
+SILENCE_S = 15.0  # then a client that waits for the rest of a stream gets a comment
 RECENT = 20  # answers whose first token's time counts
 RETRY = {"retry-after": "2"}
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+SALT_HEADER = "x-hpcsched-cache-salt"
 _SERIES = re.compile(
     rb"^hpcserve_(kv_used_ratio|queue_wait_seconds|api_completion_tokens_total) ([-+.0-9e]+)$", re.MULTILINE
 )
@@ -198,7 +204,9 @@ class ModelRequest:
     shows_usage: bool
     prompt: tuple[bytes, ...]
     conversation: bytes
+    salt: str
     began_s: float
+    resumed: Json | None = None  # the stream as far as the client has it
 
     def sent(self, name: str) -> bytes:
         """Return the body that the replica gets: it has the bare name, and is asked for the usage."""
@@ -206,7 +214,30 @@ class ModelRequest:
         if self.is_stream:
             options = self.body.get("stream_options")
             body["stream_options"] = (options if isinstance(options, dict) else {}) | {"include_usage": True}
-        return json.dumps(body).encode()
+        return json.dumps(body if self.resumed is None else {"request": body, "stream": self.resumed}).encode()
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Return the headers that tell the replica what a client cannot."""
+        salt = [(SALT_HEADER, self.salt)]
+        return [*salt, (STREAM_HEADER, NEW if self.resumed is None else RESUMED)] if self.is_stream else salt
+
+
+@dataclass(slots=True)
+class BegunAnswer:
+    """The answer of a replica, from its head on; the replica counts it until it is closed."""
+
+    replica: Replica
+    connection: TunnelConnection
+    exchange: JobExchange
+    head: h11.Response
+    is_closed: bool = False
+
+    def close(self) -> None:
+        """End the connection."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.connection.close()
+            self.replica.active -= 1
 
 
 class ModelGateway:
@@ -217,6 +248,7 @@ class ModelGateway:
         self._models: dict[str, ServedModel] = {}
         self._may: OrderedDict[bytes, tuple[Asker, float]] = OrderedDict()
         self._active: Counter[str] = Counter()
+        self._salt_key = secrets.token_bytes(32)
         self._used: Counter[tuple[str, str, str, str]] = Counter()  # by service, user, account and kind
         self._wake = asyncio.Event()
 
@@ -319,6 +351,7 @@ class ModelGateway:
             model = self._models[name] = ServedModel(name)
             self._wake.set()
         text, conversation = prompt_of(body)
+        salt = blake2b(asker.user.encode(), key=self._salt_key, digest_size=16).hexdigest()
         options = body.get("stream_options")
         wanted = ModelRequest(
             path=request.url.path,
@@ -327,20 +360,21 @@ class ModelGateway:
             version=version,
             is_stream=body.get("stream") is True,
             shows_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            prompt=prompt_blocks(text),
+            prompt=prompt_blocks(text, salt),
             conversation=_digest(asker.user, conversation),  # it is kept, and may have megabytes
+            salt=salt,
             began_s=began_s,
         )
         self._enter(asker.user)
         try:
-            return await self._answer(request, model, wanted)
+            return self._passed(request, model, wanted, await self._answer(model, wanted, set()))
         except BaseException:
             self._leave(asker.user)
             raise
 
-    async def _answer(self, request: Request, model: ServedModel, wanted: ModelRequest) -> Response:
-        """Try replicas until one answers."""
-        failed: set[int] = set()
+    async def _answer(self, model: ServedModel, wanted: ModelRequest, failed: set[int]) -> BegunAnswer:
+        """Try replicas until one answers. Raises ModelError."""
+        tries = TRIES + len(failed)
         while True:
             replica = await self._ready(model, wanted, failed)
             replica.active += 1
@@ -351,7 +385,7 @@ class ModelGateway:
                 replica.failed(str(error) or "it does not answer")
                 replica.is_ready = False
                 failed.add(replica.job)
-                if len(failed) >= TRIES:
+                if len(failed) >= tries:
                     raise ModelError(
                         502, f"cannot answer: {len(failed)} replicas failed: {error}", headers=RETRY
                     ) from None
@@ -359,12 +393,15 @@ class ModelGateway:
             except BaseException:
                 replica.active -= 1
                 raise
-            if head.status_code in (502, 503) and len(failed) + 1 < TRIES and len(model.replicas) > len(failed) + 1:
-                connection.close()
-                replica.active -= 1
+            begun = BegunAnswer(replica, connection, exchange, head)
+            if head.status_code in (502, 503) and len(failed) + 1 < tries and len(model.replicas) > len(failed) + 1:
+                begun.close()
                 failed.add(replica.job)
                 continue
-            return self._passed(request, model, replica, wanted, (connection, exchange, head))
+            replica.requests += 1
+            if head.status_code >= 500:
+                replica.failed(f"status {head.status_code}")
+            return begun
 
     async def _ready(self, model: ServedModel, wanted: ModelRequest, failed: set[int]) -> Replica:
         """Return the replica for a request; wait for one if none is ready. Raises ModelError."""
@@ -410,64 +447,115 @@ class ModelGateway:
         connection = (await self._tunnel(model, replica)).connect()
         try:
             exchange = JobExchange(connection)
-            await exchange.ask(_head(b"POST", wanted.path, len(body)), _parts(body))
+            await exchange.ask(_head(b"POST", wanted.path, len(body), wanted.headers()), _parts(body))
             async with asyncio.timeout(ANSWER_S):
                 return connection, exchange, await exchange.answer()
         except BaseException:
             connection.close()
             raise
 
-    def _passed(
-        self,
-        request: Request,
-        model: ServedModel,
-        replica: Replica,
-        wanted: ModelRequest,
-        begun: tuple[TunnelConnection, JobExchange, Any],
-    ) -> Response:
+    def _passed(self, request: Request, model: ServedModel, wanted: ModelRequest, begun: BegunAnswer) -> Response:
         """Return the answer of a replica, as it comes."""
-        connection, exchange, head = begun
-        replica.requests += 1
-        if head.status_code >= 500:
-            replica.failed(f"status {head.status_code}")
-        meter = UsageMeter(is_stream=wanted.is_stream and head.status_code == 200, shows_usage=wanted.shows_usage)
+        replica, head = begun.replica, begun.head
+        of_head = {name.lower(): value for name, value in head.headers}
+        meter = AnswerMeter(
+            is_stream=wanted.is_stream and head.status_code == 200,
+            shows_usage=wanted.shows_usage,
+            name=of_head.get(STREAM_HEADER.encode(), b"").decode("latin-1"),
+        )
 
         async def body() -> AsyncIterator[bytes]:
-            is_first = True
             try:
                 yield b""  # so that the head is sent before the first part
-                async for part in exchange.body():
-                    if is_first and head.status_code == 200:
-                        replica.first_s.append(time.monotonic() - wanted.began_s)
-                    is_first = False
-                    if kept := meter.feed(part):
-                        yield kept
-                if kept := meter.end():
-                    yield kept
+                async with aclosing(self._parts(model, wanted, begun, meter)) as parts:
+                    async for part in parts:
+                        yield part
             except (StreamError, h11.ProtocolError) as error:
-                replica.failed(str(error))
                 if not meter.is_stream:
                     request.scope["state"]["connection"].drop()  # so that the client knows that it has not all
                     await asyncio.sleep(0)
                 else:
-                    yield (
-                        b"data: " + json.dumps(error_object(502, f"the replica has failed: {error}")).encode() + b"\n\n"
-                    )
+                    why = json.dumps(error_object(502, f"the replica has failed: {error}"))
+                    yield b"data: " + why.encode() + b"\n\n"
             finally:
-                connection.close()
-                replica.active -= 1
+                begun.close()
                 self._charge(model.name, wanted.asker, meter)
                 self._leave(wanted.asker.user)
 
         answer = StreamingResponse(body(), head.status_code)
         kept = [b"content-type", b"retry-after", b"x-request-id", b"openai-processing-ms"]
         kept += [] if meter.is_stream else [b"content-length"]  # the body of a stream is changed
-        named = [(name.lower(), value) for name, value in head.headers if name.lower() in kept]
+        named = [(name, of_head[name]) for name in kept if name in of_head]
         safe = [(name.encode(), value.encode()) for name, value in SAFE_HEADERS.items()]
         answer.raw_headers = [*named, *safe, (b"x-hpcsched-replica", f"{replica.job}@{replica.version}".encode())]
         return answer
 
-    def _charge(self, name: str, asker: Asker, meter: UsageMeter) -> None:
+    async def _parts(
+        self, model: ServedModel, wanted: ModelRequest, begun: BegunAnswer, meter: AnswerMeter
+    ) -> AsyncGenerator[bytes]:
+        """Yield what the client gets; a stream that breaks is continued. Raises StreamError, h11.ProtocolError."""
+        is_first = begun.head.status_code == 200
+        for breaks in range(1, MAX_BREAKS + 2):
+            try:
+                if meter.is_stream and begun.head.status_code != 200:
+                    raise StreamError(f"status {begun.head.status_code}")
+                async for part in begun.exchange.body():
+                    if is_first:
+                        begun.replica.first_s.append(time.monotonic() - wanted.began_s)
+                    is_first = False
+                    if kept := meter.feed(part):
+                        yield kept
+                    if meter.failure:
+                        raise StreamError(meter.failure)
+                if meter.stream is not None and not meter.is_done:
+                    raise StreamError("it has ended before the end of the stream")
+                if kept := meter.end():
+                    yield kept
+                return
+            except (StreamError, h11.ProtocolError) as error:
+                begun.close()
+                begun.replica.failed(str(error))
+                if not meter.failure:
+                    begun.replica.is_ready = False  # until it is asked again
+                if meter.stream is None or breaks > MAX_BREAKS:
+                    raise
+                why = str(error)
+            if rest := meter.broken():
+                yield rest
+                return
+            async with aclosing(self._continued(model, wanted, begun, meter.stream, why)) as comments:
+                async for comment in comments:
+                    yield comment
+
+    async def _continued(
+        self, model: ServedModel, wanted: ModelRequest, begun: BegunAnswer, stream: SentStream, why: str
+    ) -> AsyncGenerator[bytes]:
+        """Let `begun` be the rest of a stream; yield comments while no replica begins it. Raises StreamError."""
+        lost = begun.replica
+        others = [one for one in model.replicas.values() if one.version == lost.version and one is not lost]
+        failed = {lost.job} if any(one.is_ready and not one.is_drained for one in others) else set()
+        rest = replace(wanted, version=lost.version, resumed=stream.resumed(), began_s=time.monotonic())
+
+        async def begin() -> None:
+            found = await self._answer(model, rest, failed)
+            begun.replica, begun.connection, begun.exchange = found.replica, found.connection, found.exchange
+            begun.head, begun.is_closed = found.head, False
+
+        beginning = asyncio.create_task(begin())
+        try:
+            while not (await asyncio.wait((beginning,), timeout=SILENCE_S))[0]:
+                yield b": waiting\n\n"
+            beginning.result()
+        except (ModelError, UpstreamError) as error:
+            raise StreamError(f"{why}; {error}") from None
+        finally:
+            beginning.cancel()
+        log.info("a stream of job %d continues at job %d: %s", lost.job, begun.replica.job, why)
+        if 400 <= begun.head.status_code < 500:
+            message = _message_of(await anext(begun.exchange.body(), b""))
+            raise StreamError(f"{why}; job {begun.replica.job} does not continue: {message}")
+
+    def _charge(self, name: str, asker: Asker, meter: AnswerMeter) -> None:
         whose = name, asker.user, asker.account
         self._used[(*whose, "requests")] += 1
         self._used[(*whose, "prompt_tokens")] += meter.prompt_tokens
@@ -571,21 +659,21 @@ class ModelGateway:
 
     async def _probe(self, model: ServedModel, replica: Replica) -> None:
         """Ask a replica whether it is ready, and how busy it is."""
-        was_ready = replica.is_ready
+        is_ready, why = False, ""
         try:
             async with asyncio.timeout(PROBE_S + 30.0 * (not replica.tunnels)):
                 status, _ = await self._got(model, replica, "/ready")
                 if status == 200:
                     note_metrics(replica, (await self._got(model, replica, "/metrics"))[1], time.monotonic())
-                replica.is_ready = status == 200
+                is_ready = status == 200
         except (StreamError, h11.ProtocolError, UpstreamError, ModelError, TimeoutError) as error:
-            replica.is_ready = False
-            if was_ready:
-                replica.error = str(error)[:300] or "it does not answer"
+            why = str(error)[:300] or "it does not answer"
         except Exception as error:
-            replica.is_ready = False
             report_fault(error, f"ask the replica of job {replica.job}", "the gateway's log")
-        if replica.is_ready and not was_ready:
+        was_ready, replica.is_ready = replica.is_ready, is_ready  # a request may have failed meanwhile
+        if was_ready and why:
+            replica.error = why
+        if is_ready and not was_ready:
             model.tell()
 
     async def _got(self, model: ServedModel, replica: Replica, path: str, sent: bytes = b"") -> tuple[int, bytes]:
@@ -648,71 +736,11 @@ def _message_of(body: bytes) -> str:
         return "no error object"
 
 
-class UsageMeter:
-    """Reads the usage in an answer, and drops its event unless the client asked for it."""
-
-    def __init__(self, *, is_stream: bool, shows_usage: bool) -> None:
-        self.is_stream = is_stream
-        self.prompt_tokens = self.completion_tokens = 0
-        self._shows_usage = shows_usage
-        self._rest = b""
-        self._whole: list[bytes] | None = [] if not is_stream else None
-        self._size = 0
-
-    def feed(self, part: bytes) -> bytes:
-        """Return what the client gets of a part."""
-        if not self.is_stream:
-            self._keep(part)
-            return part
-        *events, self._rest = (self._rest + part).split(b"\n\n")
-        kept = [event + b"\n\n" for event in events if self._is_shown(event)]
-        if len(self._rest) > MAX_EVENT_BYTES:
-            kept.append(self._rest)
-            self._rest = b""
-        return b"".join(kept)
-
-    def end(self) -> bytes:
-        """Return what is left at the end of the answer."""
-        if self._whole is not None:
-            self._take(b"".join(self._whole))
-        rest, self._rest = self._rest, b""
-        return rest
-
-    def _keep(self, part: bytes) -> None:
-        self._size += len(part)
-        if self._whole is not None:
-            self._whole.append(part)
-            if self._size > MAX_EVENT_BYTES * 8:
-                self._whole = None
-
-    def _is_shown(self, event: bytes) -> bool:
-        if b'"usage"' not in event or not event.startswith(b"data:"):
-            return True
-        choices = self._take(event[5:])
-        return self._shows_usage or choices != []
-
-    def _take(self, text: bytes) -> Any:
-        """Take the usage of an answer or an event; return its choices."""
-        try:
-            found = json.loads(text)
-            usage = found.get("usage")
-            if isinstance(usage, dict):
-                self.prompt_tokens = _count(usage.get("prompt_tokens"))
-                self.completion_tokens = _count(usage.get("completion_tokens"))
-            return found.get("choices")
-        except (ValueError, RecursionError, AttributeError):
-            return None
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 31 else 0  # so that sums stay below the controller's bound
-
-
 _OURS = {"x-hpcsched-gateway": "gateway"}
 
 
-def _head(method: bytes, path: str, size: int) -> h11.Request:
-    headers = [("host", "localhost"), ("connection", "close")]
+def _head(method: bytes, path: str, size: int, more: Sequence[tuple[str, str]] = ()) -> h11.Request:
+    headers = [("host", "localhost"), ("connection", "close"), *more]
     if method == b"POST":
         headers += [("content-type", "application/json"), ("content-length", str(size))]
     return h11.Request(method=method, target=path, headers=headers)

@@ -14,6 +14,7 @@ PURE = (
     "manners/",
     "simulation/",
     "attacks/test_input_bounds.py",
+    "attacks/test_model_service.py",
     "attacks/test_security_report.py",
     "attacks/test_ssh_algorithms.py",
     "attacks/test_table.py",

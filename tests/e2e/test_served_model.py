@@ -1,4 +1,4 @@
-"""A real model, served by hpcserve in a job: `hserve start`, OpenAI's client at the gateway, a killed rank, `hserve stop`."""
+"""A real model, served by hpcserve in a job: `hserve start`, OpenAI's client at the gateway, killed processes, `hserve stop`."""
 
 from __future__ import annotations
 
@@ -74,17 +74,25 @@ def found(served: Served) -> dict[str, Any]:
     return service
 
 
-def ranks_of(model: Path) -> list[int]:
-    """Return the processes that compute a model."""
-    ranks = []
+def processes() -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the processes of this host, and the words of their commands."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            yield int(entry.name), (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[-3:-1] == [b"hpcserve.group.rank", os.fsencode(model)] and b"--overlap" not in words:  # not hrun
-            ranks.append(int(entry.name))
-    return ranks
+
+
+def ranks_of(model: Path) -> list[int]:
+    """Return the processes that compute a model."""
+    wanted = [b"hpcserve.group.rank", os.fsencode(model)]
+    return [number for number, words in processes() if words[-3:-1] == wanted and b"--overlap" not in words]  # not hrun
+
+
+def fronts_of(model: Path) -> list[int]:
+    """Return the processes that answer requests to a model."""
+    wanted = [b"-m", b"hpcserve", b"run", os.fsencode(model)]
+    return [number for number, words in processes() if words[1:5] == wanted]
 
 
 def test_a_stream_continues_with_the_same_text_when_its_rank_is_killed(
@@ -104,6 +112,27 @@ def test_a_stream_continues_with_the_same_text_when_its_rank_is_killed(
     assert "generation 1 is ready" in output(served)  # the rest is from another rank
     assert "".join(parts) == whole.choices[0].message.content
     assert [one["job"] for one in found(served)["replicas"]] == [one["job"] for one in before]
+
+
+def test_a_stream_continues_at_the_next_replica_when_its_job_has_ended(
+    served: Served, model: Path, client: openai.OpenAI
+) -> None:
+    whole = client.chat.completions.create(**ASKED)
+    before = found(served)["replicas"]
+    parts, names = [], set()
+    for event in client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True}):
+        names.add(event.id)
+        parts.append(event)
+        if len(parts) == 10:
+            (front,) = fronts_of(model)
+            os.kill(front, signal.SIGKILL)
+    assert parts[-1].usage is not None
+    assert whole.usage is not None
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+    text = "".join(one.choices[0].delta.content or "" for one in parts[:-1])
+    assert text == whole.choices[0].message.content
+    assert len(names) == 1
+    assert not {one["job"] for one in found(served)["replicas"]} & {one["job"] for one in before}
 
 
 def test_a_service_is_tried_and_stopped_by_commands(served: Served, model: Path, key: str) -> None:

@@ -30,8 +30,8 @@ MOST_CLASS_NAMES_USED_TWICE = 1
 # sampling, speculation, engine, links, runner, plan, arrange, leader, rank, front, their package, random model,
 # chats, and the API with 9, commands, measurements, smaller models with 4), the example that is served, starts of
 # elastic ranks, the demo's model, services (6: values, how many replicas, requests, hserve, which replica, and the way
-# to it), no long function.
-MOST_MODULES = 482
+# to it), streams that continue at another replica (2: what the gateway keeps, and the replica takes), no long function.
+MOST_MODULES = 484
 MOST_LONG_FUNCTIONS = 0
 MOST_CHARACTERS_OF_A_SUMMARY = 88
 

@@ -8,7 +8,8 @@ Rules. Sequences are ranked by arrival; a level of priority is worth `PRIORITY_S
 has first the sequences that decode, then parts of prompts. While sequences decode, those parts are small enough for the step
 to take at most `gap_factor` times what it takes without them, by measured costs, and at most `step_s`. If blocks run out, the
 lowest-ranked sequence is preempted: its blocks are freed, and its tokens are computed again later. Full blocks stay in a prefix
-cache until their place is needed; a block that is shared or cached is never written. With a pipeline, `depth` steps are under
+cache until their place is needed; a block that is shared or cached is never written. Only requests with the same salt share
+blocks, so that the time to the first token does not tell a user what others asked. With a pipeline, `depth` steps are under
 way at once; each decoding sequence is in one of them.
 
 Sources: Orca (OSDI 2022), vLLM (SOSP 2023), Sarathi-Serve (OSDI 2024).
@@ -554,7 +555,7 @@ class Batcher:
         while self._prefix_cache and len(sequence.contents) < full:
             start = len(sequence.contents) * BLOCK_POSITIONS
             tokens = np.array(sequence.tokens[start : start + BLOCK_POSITIONS], dtype="<u4").tobytes()
-            before = sequence.contents[-1] if sequence.contents else b""
+            before = sequence.contents[-1] if sequence.contents else root_content(sequence.request.cache_salt)
             sequence.contents.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
 
     def _end(self, sequence: LiveSequence) -> None:
@@ -575,6 +576,11 @@ class Batcher:
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = sequence.planned = sequence.remembered = 0
+
+
+def root_content(salt: str) -> bytes:
+    """Return what the hashes of a sequence's blocks begin with; it cannot equal the hash of a block."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""
 
 
 def by_rank(sequence: LiveSequence) -> tuple[float, int]:

@@ -43,6 +43,7 @@ class GenerateRequest:
     grammar: Mapping[str, Any] | None = None  # a JSON schema that the text must satisfy
     priority: int = 0  # higher first
     embed: bool = False  # the mean of the final hidden states instead of tokens
+    cache_salt: str = ""  # only requests with the same salt share blocks of the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

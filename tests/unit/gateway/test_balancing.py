@@ -35,12 +35,12 @@ def test_the_replica_with_the_fewest_requests_is_chosen_among_ready_ones() -> No
 
 
 def test_a_known_prompt_goes_where_it_was_unless_that_replica_is_too_busy() -> None:
-    choice, prompt = ReplicaChoice(), prompt_blocks("a" * 3 * BLOCK_CHARS)
+    choice, prompt = ReplicaChoice(), prompt_blocks("a" * 3 * BLOCK_CHARS, "ann")
     assert choice.choose([replica(1, 0), replica(2, 1)], WEIGHTS, prompt, b"x") == 1
-    longer = prompt_blocks("a" * 3 * BLOCK_CHARS + "b" * BLOCK_CHARS)
+    longer = prompt_blocks("a" * 3 * BLOCK_CHARS + "b" * BLOCK_CHARS, "ann")
     assert choice.choose([replica(1, 3), replica(2, 2)], WEIGHTS, longer, b"x") == 1
     assert choice.choose([replica(1, 9), replica(2, 2)], WEIGHTS, longer, b"x") == 2
-    assert choice.choose([replica(1, 3), replica(2, 2)], WEIGHTS, prompt_blocks("c" * BLOCK_CHARS), b"x") == 2
+    assert choice.choose([replica(1, 3), replica(2, 2)], WEIGHTS, prompt_blocks("c" * BLOCK_CHARS, "ann"), b"x") == 2
 
 
 def test_a_conversation_keeps_its_version_until_that_has_no_replica() -> None:
@@ -70,7 +70,7 @@ def test_affinity_never_gives_a_replica_much_more_than_the_mean(prompts: list[in
     choice, active = ReplicaChoice(), dict.fromkeys(range(1, replicas + 1), 0)
     for prompt in prompts:
         states = [replica(job, count) for job, count in active.items()]
-        job = choice.choose(states, WEIGHTS, prompt_blocks(str(prompt) * BLOCK_CHARS), b"%d" % prompt)
+        job = choice.choose(states, WEIGHTS, prompt_blocks(str(prompt) * BLOCK_CHARS, "ann"), b"%d" % prompt)
         assert job is not None
         active[job] += 1
         assert active[job] <= LOAD_CAP * sum(active.values()) / replicas + 2

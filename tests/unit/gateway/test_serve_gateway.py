@@ -6,25 +6,15 @@ import asyncio
 import gc
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import h11
 import pytest
-from starlette.requests import Request
+from fake_replicas import Gateway, request, said, until
 from waiting import PATIENCE_S, played
 
 from hpcsched.gateway.app import ProblemError
-from hpcsched.gateway.serving import (
-    ModelError,
-    ModelGateway,
-    ModelRequest,
-    Replica,
-    ServedModel,
-    UsageMeter,
-    note_metrics,
-    why_unexpected,
-)
+from hpcsched.gateway.model_answers import AnswerMeter
+from hpcsched.gateway.serving import ModelError, Replica, ServedModel, note_metrics, why_unexpected
 from hpcsched.gateway.streams import StreamError
 from hpcsched.gateway.upstream import UpstreamReply
 from hpcsched.model.service import MAX_USED_ROWS
@@ -41,21 +31,21 @@ EVENTS = [
 def test_the_usage_of_a_stream_is_read_and_shown_only_to_clients_that_ask(shows_usage: bool) -> None:
     stream = b"".join(EVENTS)
     for size in (1, 7, 1000):
-        meter = UsageMeter(is_stream=True, shows_usage=shows_usage)
+        meter = AnswerMeter(is_stream=True, shows_usage=shows_usage)
         got = b"".join(meter.feed(stream[at : at + size]) for at in range(0, len(stream), size)) + meter.end()
         assert (meter.prompt_tokens, meter.completion_tokens) == (5, 7)
         assert got == b"".join(event for event in EVENTS if shows_usage or event is not EVENTS[2])
 
 
 def test_an_event_passes_as_soon_as_it_is_whole_and_an_endless_one_is_not_kept() -> None:
-    meter = UsageMeter(is_stream=True, shows_usage=False)
+    meter = AnswerMeter(is_stream=True, shows_usage=False)
     assert meter.feed(EVENTS[0][:-1]) == b""
     assert meter.feed(EVENTS[0][-1:]) == EVENTS[0]
     assert len(meter.feed(b"x" * (2 << 20))) == 2 << 20
 
 
 def test_the_usage_of_a_whole_answer_is_read_and_a_wrong_one_is_nothing() -> None:
-    meter = UsageMeter(is_stream=False, shows_usage=False)
+    meter = AnswerMeter(is_stream=False, shows_usage=False)
     body = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}).encode()
     assert meter.feed(body[:9]) + meter.feed(body[9:]) + meter.end() == body
     assert (meter.prompt_tokens, meter.completion_tokens) == (3, 4)
@@ -67,7 +57,7 @@ def test_the_usage_of_a_whole_answer_is_read_and_a_wrong_one_is_nothing() -> Non
         b'{"usage":{"prompt_tokens":-1,"completion_tokens":true}}',
         b"[" * 9999,
     ):
-        meter = UsageMeter(is_stream=False, shows_usage=False)
+        meter = AnswerMeter(is_stream=False, shows_usage=False)
         meter.feed(odd)
         meter.end()
         assert (meter.prompt_tokens, meter.completion_tokens) == (0, 0)
@@ -96,96 +86,6 @@ def test_an_answer_to_a_check_must_have_the_expected_text() -> None:
 
 
 # ----- requests
-
-
-class FakeApp:
-    """The application with a controller that says yes. `on`: other answers, by path."""
-
-    def __init__(self) -> None:
-        self.upstream = self
-        self.body: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
-        self.refusal: ProblemError | None = None
-        self.read = 0
-        self.on: dict[str, Callable[[bytes], UpstreamReply]] = {}
-
-    def admit(self, request: Request) -> dict[str, str]:
-        if self.refusal is not None:
-            raise self.refusal
-        return {"authorization": "Bearer x"}
-
-    async def json_text(self, request: Request) -> bytes:
-        self.read += 1
-        return json.dumps(self.body).encode()
-
-    async def ask(self, *words: Any) -> UpstreamReply:
-        path, body = next(word for word in words if str(word).startswith("/v1/")), words[-1]
-        return self.on.get(path, lambda _: said(user="ann", account="lab"))(body)
-
-
-def said(status: int = 200, **values: Any) -> UpstreamReply:
-    return UpstreamReply(status, {}, json.dumps(values).encode())
-
-
-class FakeAnswer:
-    """A connection to a replica and the exchange on it."""
-
-    is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    async def body(self) -> AsyncIterator[bytes]:
-        yield b"{}"
-
-
-class Gateway(ModelGateway):
-    """The gateway of one service with ready replicas, whose answers are `answer`."""
-
-    def __init__(self, replicas: int = 1) -> None:
-        self.app, self.answer = FakeApp(), FakeAnswer()
-        self.failing: dict[int, Exception] = {}
-        self.tries_take_s = 0.0
-        super().__init__(self.app, "/nowhere", hold_s=PATIENCE_S)  # type: ignore[arg-type]
-        there = [{"job": job, "version": "v1", "drained": False} for job in range(1, replicas + 1)]
-        self.serve({"name": "chat", "weights": {"v1": 100}, "replicas": there})
-
-    def serve(self, *found: dict[str, Any]) -> None:
-        self.app.on["/v1/services/sync"] = lambda _: said(services=list(found))
-
-    async def synced(self) -> None:
-        await self._sync()
-        for model in self._models.values():
-            for replica in model.replicas.values():
-                assert replica.probe is not None
-                replica.probe.cancel()
-                replica.is_ready = True
-
-    async def _begun(self, model: ServedModel, replica: Replica, wanted: ModelRequest) -> Any:
-        wanted.began_s -= self.tries_take_s
-        if error := self.failing.get(replica.job):
-            raise error
-        return self.answer, self.answer, h11.Response(status_code=200, headers=[])
-
-    async def flap(self, times: int) -> None:
-        """Make the failing replica ready again, so often, each time it has failed; then it works."""
-        for _ in range(times):
-            await until(lambda: not self.replica().is_ready)
-            self.replica().is_ready = True
-            self._models["chat"].tell()
-        self.failing.clear()
-
-    def replica(self, job: int = 1) -> Replica:
-        return self._models["chat"].replicas[job]
-
-
-async def until(cond: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not cond():
-            await asyncio.sleep(0)
-
-
-def request() -> Request:
-    return Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "state": {}})
 
 
 @played

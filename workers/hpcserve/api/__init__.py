@@ -8,6 +8,7 @@ Follow one request:
 4. prompts.py   a checked request becomes `GenerateRequest`s, one for each choice
 5. choices.py   the engine's tokens become text: stop strings, log probabilities, tool calls (tools.py)
 6. answers.py   choices become the objects of the API, whole or as server-sent events
+7. resumption.py  a stream that another replica began is continued
 
 Knows neither ranks nor the scheduler.
 

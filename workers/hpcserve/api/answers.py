@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from hpcserve.api import resumption
 from hpcserve.api.choices import Choice, TextDelta, TokenLogprob
 from hpcserve.api.guard import ApiLimits, as_api_error, error_object
 from hpcserve.api.tools import ToolCall
@@ -40,6 +41,11 @@ class AnswerForm:
     is_chat: bool
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def stream_name(self) -> str:
+        """What another replica needs to continue a stream under the same name."""
+        return f"{self.id} {self.created} {self.version}"
 
     def whole(self, choices: Sequence[Choice], deltas: Mapping[int, list[TextDelta]]) -> dict[str, Any]:
         """Return the answer as one object."""
@@ -206,6 +212,7 @@ class SentEvents:
         *,
         limits: ApiLimits,
         with_usage: bool,
+        with_tokens: bool,
         on_end: Callable[[], None],
     ) -> None:
         self._form = form
@@ -214,6 +221,7 @@ class SentEvents:
         self._deltas = deltas
         self._limits = limits
         self._with_usage = with_usage
+        self._with_tokens = with_tokens
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -226,6 +234,8 @@ class SentEvents:
     async def _send_all(self, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         headers.append((b"x-accel-buffering", b"no"))
+        if self._with_tokens:
+            headers.append((resumption.HEADER.encode(), self._form.stream_name.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async with contextlib.aclosing(self._events()) as events:  # type: ignore[type-var]
@@ -237,7 +247,7 @@ class SentEvents:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        begun: set[int] = set()
+        begun = {choice.request.index for choice in self._choices if choice.request.is_begun}
         try:
             async with contextlib.aclosing(self._items()) as items:  # type: ignore[type-var]
                 async for item in items:
@@ -248,13 +258,19 @@ class SentEvents:
                     index = choice.request.index
                     chunk = self._form.chunk(choice, delta, is_first=index not in begun, with_usage=self._with_usage)
                     begun.add(index)
-                    yield _event(chunk)
+                    yield self._named(choice, delta) + _event(chunk)
         except Exception as error:
             yield _event(error_object(as_api_error(error)))
             return
         if self._with_usage:
             yield _event(self._form.usage_chunk(self._choices))
         yield DONE
+
+    def _named(self, choice: Choice, delta: TextDelta) -> bytes:
+        """Return the comment that names the tokens of a delta, if they are wanted."""
+        if not self._with_tokens:
+            return b""
+        return f": tokens {compact([choice.request.index, delta.tokens, delta.finish is not None])}\n".encode()
 
     async def _items(self) -> AsyncIterator[Delta | None]:
         async with contextlib.aclosing(self._deltas) as deltas:  # type: ignore[type-var]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
+import hashlib
 import re
 import struct
 import time
@@ -38,12 +40,14 @@ from hpcserve.api.guard import (
 )
 from hpcserve.api.openapi import describe
 from hpcserve.api.prompts import PromptMaker, TextRequest
+from hpcserve.api.resumption import HEADER, MOST_STREAM_BYTES, NEW, RESUMED, ResumedStream, taken_apart
 from hpcserve.api.schema import REQUESTS, check
 from hpcserve.chat import ChatTemplate
-from hpcserve.errors import ServeError
+from hpcserve.errors import InvalidRequest, ServeError
 from hpcserve.requests import GenerateRequest, TokenEngine
 from hpcserve.tokens import TextTokenizer
 
+SALT_HEADER = "x-hpcsched-cache-salt"  # of the gateway: the same for all requests of a user
 SERIES = re.compile(r'[a-z_][a-z0-9_]*(\{[a-z_]+="[A-Za-z0-9_.+-]*"\})?')
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -154,18 +158,19 @@ class ModelApi:
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
-        body = await self._body(request, "ChatCompletionRequest")
-        return await self._answer(request, body, await self.prompts.chat(body), is_chat=True)
+        body, stream = await self._body(request, "ChatCompletionRequest")
+        return await self._answer(request, body, await self.prompts.chat(body), stream, is_chat=True)
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue texts."""
-        body = await self._body(request, "CompletionRequest")
-        return await self._answer(request, body, await self.prompts.completion(body), is_chat=False)
+        body, stream = await self._body(request, "CompletionRequest")
+        return await self._answer(request, body, await self.prompts.completion(body), stream, is_chat=False)
 
     async def embeddings(self, request: Request) -> Response:
         """Return a vector for each text."""
-        body = await self._body(request, "EmbeddingRequest")
-        wanted = await self.prompts.embeddings(body)
+        body, _ = await self._body(request, "EmbeddingRequest")
+        salt = cache_salt(request, body)
+        wanted = [dataclasses.replace(one, cache_salt=salt) for one in await self.prompts.embeddings(body)]
         vectors = await while_connected(asyncio.gather(*map(self._embedding, wanted)), request.receive)
         in_base64 = body.get("encoding_format") == "base64"
         data = [
@@ -216,12 +221,19 @@ class ModelApi:
         }
         return PlainTextResponse(metrics_text(values), media_type="text/plain; version=0.0.4")
 
-    async def _body(self, request: Request, kind: str) -> Mapping[str, Any]:
-        """Return the body of a request, checked by its schema."""
-        content = await read_body(request, self.limits)
-        body = await beside_loop(len(content), checked_body, content, self.limits.depth, kind)
+    async def _body(self, request: Request, kind: str) -> tuple[Mapping[str, Any], ResumedStream | None]:
+        """Return the body of a request, checked by its schema, and the stream that it resumes."""
+        is_resumed = request.headers.get(HEADER) == RESUMED
+        limits = self.limits
+        if is_resumed:
+            body_bytes = limits.body_bytes + MOST_STREAM_BYTES
+            limits = dataclasses.replace(limits, body_bytes=body_bytes, depth=limits.depth + 1)
+        content = await read_body(request, limits)
+        body, stream = await beside_loop(len(content), checked_body, content, limits.depth, kind, is_resumed)
         self._check_name(body["model"])
-        return body
+        if stream is not None and not body.get("stream"):
+            raise InvalidRequest("cannot continue an answer that is not a stream", param="stream")
+        return body, stream
 
     def _check_name(self, name: str) -> None:
         if name not in (self.name, f"{self.name}@{self.version}"):
@@ -239,16 +251,27 @@ class ModelApi:
         }
 
     async def _answer(
-        self, request: Request, body: Mapping[str, Any], wanted: Sequence[TextRequest], *, is_chat: bool
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        wanted: Sequence[TextRequest],
+        stream: ResumedStream | None,
+        *,
+        is_chat: bool,
     ) -> ASGIApp:
-        choices = [Choice(one, self.tokenizer) for one in wanted]
         form = AnswerForm(model=self.name, version=self.version, tokenizer=self.tokenizer, is_chat=is_chat)
+        if stream is not None:
+            wanted = stream.continued(wanted, self.version)
+            form = dataclasses.replace(form, id=stream.id, created=stream.created)
+        salt = cache_salt(request, body)
+        choices = [Choice(one.salted(salt), self.tokenizer) for one in wanted]
         deltas = generated(choices, self.engine, self.limits.silence_s)
         begun_s = time.monotonic()
 
         def end() -> None:
             used = usage(choices)
-            self._charge(request, used["prompt_tokens"], used["completion_tokens"])
+            resent = sum(len(choice.request.generate.sent) for choice in choices)
+            self._charge(request, used["prompt_tokens"], used["completion_tokens"] - resent)
 
         if not body.get("stream"):
             try:
@@ -257,10 +280,21 @@ class ModelApi:
                 end()
             return Response(compact(form.whole(choices, found)), media_type="application/json")
         # An error before the first token has a status of its own; a stream that has begun has 200.
-        first = await while_connected(anext(deltas), request.receive)
+        # There is none if only the end of a stream is missing.
+        first = await while_connected(anext(deltas, None), request.receive)
         self._time_first_token(time.monotonic() - begun_s)
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return SentEvents(form, choices, first, deltas, limits=self.limits, with_usage=with_usage, on_end=end)
+        with_tokens = request.headers.get(HEADER) in (NEW, RESUMED)
+        return SentEvents(
+            form,
+            choices,
+            first,
+            deltas,
+            limits=self.limits,
+            with_usage=with_usage,
+            with_tokens=with_tokens,
+            on_end=end,
+        )
 
     async def _embedding(self, wanted: GenerateRequest) -> tuple[float, ...]:
         vector: tuple[float, ...] = ()
@@ -282,15 +316,29 @@ class ModelApi:
         self.counts["first_event_seconds_sum"] += took_s  # type: ignore[assignment]
 
 
-def checked_body(content: bytes, depth: int, kind: str) -> Mapping[str, Any]:
-    """Return the JSON of a body that satisfies the schema of its kind.
+def checked_body(
+    content: bytes, depth: int, kind: str, is_resumed: bool
+) -> tuple[Mapping[str, Any], ResumedStream | None]:
+    """Return the JSON of a body that satisfies the schema of its kind, and the stream if it resumes one.
 
     Raises:
         ServeError: it does not.
     """
     body: Mapping[str, Any] = parse_json(content, depth)
+    stream = None
+    if is_resumed:
+        body, stream = taken_apart(body)
     check(body, REQUESTS[kind])
-    return body
+    return body, stream
+
+
+def cache_salt(request: Request, body: Mapping[str, Any]) -> str:
+    """Return what keeps the prefixes of one user apart from those of others in the cache.
+
+    It is of the user that the gateway names, of the holder of the key, and of what the request asks for; empty without these.
+    """
+    parts = [request.headers.get(SALT_HEADER, ""), request.state.holder, body.get("cache_salt") or ""]
+    return hashlib.sha256(compact(parts).encode()).hexdigest() if any(parts) else ""
 
 
 def metrics_text(values: Mapping[str, float]) -> str:

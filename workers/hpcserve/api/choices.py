@@ -1,16 +1,19 @@
 """One choice of an answer: the engine's tokens become text.
 
 Knows no HTTP and no objects of the API. Rules: half a character and what may become a stop string are held back; a stop string
-ends the request in the engine; what is read slowly is computed slowly.
+ends the request in the engine; what is read slowly is computed slowly. A choice that was begun elsewhere takes the tokens that
+the client has first, so that what was held back of them is known.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from hpcserve.api.guard import beside_loop
 from hpcserve.api.prompts import TextRequest
 from hpcserve.api.tools import SHOWN_WORDS, ToolCall, ToolReader
 from hpcserve.requests import TokenEngine, TokenEvent
@@ -37,6 +40,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     calls: tuple[ToolCall, ...] = ()
     finish: str | None = None
+    tokens: tuple[int, ...] = ()  # generated since the delta before
 
 
 class Choice:
@@ -44,8 +48,9 @@ class Choice:
 
     def __init__(self, request: TextRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
-        self.completion_tokens = 0
+        self.completion_tokens = len(request.generate.sent)
         self.cached_tokens = 0
+        self._unreported: list[int] = []  # tokens that no delta has named
         shown = {number for word in SHOWN_WORDS if (number := tokenizer.find(word)) is not None}
         self._stream = TextStream(tokenizer, shown=shown if request.tools else ())
         self._stops = StopScanner(request.stops)
@@ -60,7 +65,11 @@ class Choice:
 
     async def deltas(self, engine: TokenEngine) -> AsyncIterator[TextDelta]:
         """Yield the text as it is generated; the last delta says how it finished."""
-        first, last = True, TokenEvent(token=None, finish="stop")
+        await beside_loop(len(self.request.generate.sent), self._take_sent)
+        first, last = not self.request.is_begun, TokenEvent(token=None, finish="stop")
+        if self._stops.found is not None:  # in what was sent
+            yield self._last("stop")
+            return
         events = engine.generate(self.request.generate)
         try:
             async for event in events:
@@ -71,9 +80,11 @@ class Choice:
                 if event.finish is not None:
                     last = event
                 if event.token is not None and self.request.keep:
+                    self.completion_tokens += 1
+                    self._unreported.append(event.token)
                     delta = self._delta(event)
                     if delta.text or delta.logprobs:
-                        yield delta
+                        yield self._reported(delta)
                 if event.finish is not None or self._stops.found is not None:
                     break
         finally:
@@ -81,6 +92,13 @@ class Choice:
             if (close := getattr(events, "aclose", None)) is not None:
                 await close()
         yield self._last(last.finish or "stop")
+
+    def _take_sent(self) -> None:
+        """Take what the client has, so that what follows is as if it had come from here."""
+        if self.request.is_begun:
+            self._characters = len(self.request.echo or "")
+        for token in self.request.generate.sent:
+            self._delta(TokenEvent(token=token))
 
     def _echo(self, event: TokenEvent) -> TextDelta:
         """Return the prompt as the beginning of the answer."""
@@ -95,7 +113,6 @@ class Choice:
 
     def _delta(self, event: TokenEvent) -> TextDelta:
         assert event.token is not None
-        self.completion_tokens += 1
         offset = self._characters
         is_end = event.finish == "stop" and event.token in self.request.generate.stop_tokens
         piece = "" if is_end else self._stream.push(event.token)
@@ -108,6 +125,12 @@ class Choice:
         logprob = TokenLogprob(token=event.token, logprob=event.logprob, top=event.top, offset=offset)
         return TextDelta(text=text, logprobs=(logprob,))
 
+    def _reported(self, delta: TextDelta) -> TextDelta:
+        """Return a delta with the tokens since the one before."""
+        tokens = tuple(self._unreported)
+        self._unreported.clear()
+        return dataclasses.replace(delta, tokens=tokens)
+
     def _last(self, finish: str) -> TextDelta:
         """Return what was held back."""
         text = self._stops.push(self._stream.finish()) + self._stops.finish()
@@ -119,7 +142,7 @@ class Choice:
             rest, calls = self._tools.finish()
             text = before + rest
             finish = "tool_calls" if calls else finish
-        return TextDelta(text=text, calls=calls, finish=finish)
+        return self._reported(TextDelta(text=text, calls=calls, finish=finish))
 
 
 async def generated(
@@ -141,7 +164,7 @@ async def generated(
         except Exception as error:
             await ready.put((choice, error))
 
-    tasks = [asyncio.create_task(run(choice)) for choice in choices]
+    tasks = [asyncio.create_task(run(choice)) for choice in choices if not choice.request.is_over]
     left = len(tasks)
     try:
         while left:

@@ -308,7 +308,8 @@ class RequestGuard:
             raise OverloadedError(message, retry_after_s=1.0)
         if use is not None:
             use.admit(time.monotonic())
-        scope.setdefault("state", {})["charge"] = use.charge if use is not None else _free
+        charge, holder = (_free, "") if use is None else (use.charge, use.key.digest)
+        scope.setdefault("state", {}).update(charge=charge, holder=holder)
         self._under_way += 1
         try:
             await self._app(scope, receive, send)

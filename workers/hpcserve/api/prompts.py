@@ -37,6 +37,12 @@ class TextRequest:
     is_first: bool = True  # of its prompt, whose tokens count once
     keep: bool = True  # False: only the prompt was asked for; the engine's one token is dropped
     tools: tuple[str, ...] = ()  # names of the tools whose calls are read
+    is_begun: bool = False  # the client has the beginning: the text of `generate.sent`
+    is_over: bool = False  # the client has all of it
+
+    def salted(self, salt: str) -> TextRequest:
+        """Return the request with what it shares cached prefixes by."""
+        return dataclasses.replace(self, generate=dataclasses.replace(self.generate, cache_salt=salt))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

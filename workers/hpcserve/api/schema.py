@@ -25,6 +25,7 @@ MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
+MOST_SALT_CHARACTERS = 1024
 MOST_TOKENS = 2**31 - 1
 
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -85,6 +86,7 @@ WITHOUT_EFFECT: Schema = {
     "safety_identifier": optional("string"),
     "prompt_cache_key": optional("string"),
 }
+CACHE_SALT: Schema = {"cache_salt": optional("string", maxLength=MOST_SALT_CHARACTERS)}
 NAME = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[a-zA-Z0-9_-]+$"}
 TOOL = {
     "type": "object",
@@ -215,6 +217,7 @@ REQUESTS: Mapping[str, Schema] = {
             "chat_template_kwargs": ANY_OBJECT,
             "reasoning_effort": optional("string"),
             **SAMPLING,
+            **CACHE_SALT,
             **WITHOUT_EFFECT,
         },
         "required": ["model", "messages"],
@@ -231,6 +234,7 @@ REQUESTS: Mapping[str, Schema] = {
             "best_of": optional("integer", minimum=1, maximum=MOST_CHOICES),
             "suffix": optional("string"),
             **SAMPLING,
+            **CACHE_SALT,
             **WITHOUT_EFFECT,
         },
         "required": ["model", "prompt"],
@@ -243,6 +247,7 @@ REQUESTS: Mapping[str, Schema] = {
             "input": PROMPT,
             "encoding_format": {"enum": ["float", "base64", None]},
             "dimensions": optional("integer", minimum=1, maximum=MOST_TOKENS),
+            **CACHE_SALT,
             **WITHOUT_EFFECT,
         },
         "required": ["model", "input"],
