@@ -1,4 +1,4 @@
-"""What the gateway reads in answers of replicas as they pass: usage, and what continues a stream at another replica.
+"""Read answers of replicas as they pass: usage, and what continues a stream elsewhere.
 
 A replica that can continue streams names each in a header, and says before each event which tokens it is made of
 (`hpcserve.api.resumption`). These comments are not passed on. It knows no connections and no replicas.
@@ -71,7 +71,10 @@ class SentStream:
 
 
 class AnswerMeter:
-    """Reads the usage in an answer, and drops its event unless the client asked for it; keeps what continues a stream."""
+    """Reads the usage in an answer, and keeps what continues a stream.
+
+    The event with the usage is dropped unless the client asked for it.
+    """
 
     def __init__(self, *, is_stream: bool, shows_usage: bool, name: str = "") -> None:
         """Read an answer from its first byte on; `name` is of a stream that can be continued."""
@@ -116,7 +119,7 @@ class AnswerMeter:
         return rest
 
     def broken(self) -> bytes:
-        """Forget the event that a break has cut, and return what the client gets if nothing else is missing."""
+        """Forget the event that a break has cut; return the end if nothing else is missing."""
         self._rest, self.failure = b"", ""
         return DONE + b"\n\n" if self._has_usage else b""
 
@@ -158,7 +161,7 @@ class AnswerMeter:
 
 
 def failure_of(text: bytes) -> str:
-    """Return the message of an error event if the replica is at fault; empty if the request is."""
+    """Return the message of an error of the replica; empty if the request is at fault."""
     try:
         error = json.loads(text)["error"]
         return str(error["message"])[:300] or "no message" if error["type"] == "server_error" else ""
@@ -167,5 +170,5 @@ def failure_of(text: bytes) -> str:
 
 
 def token_count(value: object) -> int:
-    """Return a number of tokens, 0 for what is none, so that sums stay below the controller's bound."""
+    """Return a number of tokens, 0 for anything else: sums stay below the controller's bound."""
     return value if type(value) is int and 0 <= value < 1 << 31 else 0

@@ -493,7 +493,10 @@ class ModelGateway:
     async def _parts(
         self, model: ServedModel, wanted: ModelRequest, begun: BegunAnswer, meter: AnswerMeter
     ) -> AsyncGenerator[bytes]:
-        """Yield what the client gets; a stream that breaks is continued. Raises StreamError, h11.ProtocolError."""
+        """Yield what the client gets; a stream that breaks is continued.
+
+        Raises StreamError, h11.ProtocolError.
+        """
         is_first = begun.head.status_code == 200
         for breaks in range(1, MAX_BREAKS + 2):
             try:
@@ -530,7 +533,10 @@ class ModelGateway:
     async def _continued(
         self, model: ServedModel, wanted: ModelRequest, begun: BegunAnswer, stream: SentStream, why: str
     ) -> AsyncGenerator[bytes]:
-        """Let `begun` be the rest of a stream; yield comments while no replica begins it. Raises StreamError."""
+        """Let `begun` be the rest of a stream; yield comments until a replica begins it.
+
+        Raises StreamError.
+        """
         lost = begun.replica
         others = [one for one in model.replicas.values() if one.version == lost.version and one is not lost]
         failed = {lost.job} if any(one.is_ready and not one.is_drained for one in others) else set()

@@ -579,7 +579,7 @@ class Batcher:
 
 
 def root_content(salt: str) -> bytes:
-    """Return what the hashes of a sequence's blocks begin with; it cannot equal the hash of a block."""
+    """Return what the hashes of blocks begin with; it cannot equal the hash of a block."""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""
 
 

@@ -319,7 +319,7 @@ class ModelApi:
 def checked_body(
     content: bytes, depth: int, kind: str, is_resumed: bool
 ) -> tuple[Mapping[str, Any], ResumedStream | None]:
-    """Return the JSON of a body that satisfies the schema of its kind, and the stream if it resumes one.
+    """Return a body that satisfies the schema of its kind, and the stream that it resumes.
 
     Raises:
         ServeError: it does not.

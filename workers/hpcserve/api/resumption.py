@@ -1,4 +1,4 @@
-"""Streams that continue at another replica: what the gateway is told of them, and what it sends back.
+"""Continue streams that another replica began.
 
 A request with the header `x-hpcsched-stream: new` gets the stream's name in a header of the answer, and before each event a
 comment that names the tokens since the last event. With `x-hpcsched-stream: resumed` the body is
@@ -59,7 +59,7 @@ RESUMED_REQUEST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedStream:
-    """A stream as far as its client has it: the tokens of each choice that has begun, and which have ended."""
+    """A stream as far as its client has it: tokens of each begun choice, and which are over."""
 
     id: str
     created: int
