@@ -22,6 +22,7 @@ from waiting import played
 
 from hpcsched.gateway.model_answers import MAX_TOKENS, AnswerMeter, SentStream
 from hpcsched.gateway.serving import MAX_BREAKS, StreamError
+from hpcserve.api.guard import ApiLimits
 from hpcserve.errors import GroupLost
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -48,7 +49,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 async def replicas(answer: str, count: int = 2) -> AsyncIterator[tuple[list[FakeEngine], list[Any]]]:
     """Yield engines with the same answer, and applications over them."""
     engines = [FakeEngine(byte_level(), lambda _: answer) for _ in range(count)]
-    apps = [made_app(engine) for engine in engines]
+    apps = [made_app(engine, limits=ApiLimits(silence_s=3600)) for engine in engines]
     async with contextlib.AsyncExitStack() as stack:
         for app in apps:
             await stack.enter_async_context(app.router.lifespan_context(app))
