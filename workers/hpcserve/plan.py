@@ -15,6 +15,7 @@ import functools
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -252,10 +253,14 @@ class ReplicaPlan:
     task: PlanTask
     streams: int
     gap_s: float  # between two tokens of a stream
-    alone_s: float  # the same for a single stream
     first_token_s: float
     tokens_s: float
     watts: float
+
+    @property
+    def alone_s(self) -> float:
+        """The time between two tokens of a stream that is the only one."""
+        return path_s(self.task, self.stages, 1, step_times(self.task, self.stages, 1))
 
     @property
     def split(self) -> ModelSplit:
@@ -486,6 +491,8 @@ def replica_plans(task: PlanTask, stages: Replica, streams: int) -> Iterator[Rep
 
 def sum_of_speeds(task: PlanTask, stage: Stage, rows: int) -> float:
     """Return the time for one weight if all nodes of a stage share it."""
+    if len(stage) == 1:
+        return stage[0].weight_s(task.kind, rows)
     return 1 / sum(1 / node.weight_s(task.kind, rows) for node in stage)
 
 
@@ -516,6 +523,8 @@ def shares(
     base = base or [0.0] * len(costs)
     if sum(caps) < units or min(caps) < least or units < least * len(costs):
         return None
+    if len(costs) == 1:
+        return [units]
     counts = [max(least, int(part * (1 - 1e-9))) for part in ideal_shares(units, costs, caps, base)]
     while sum(counts) > units:  # `least` may ask for more than the ideal shares
         index = max(
@@ -599,28 +608,50 @@ def stage_widths(
 ) -> StageWidths | None:
     """Return the widths of a stage's ranks, or None if they do not fit.
 
-    If memory is short, the part that is shared first gets the best widths: several orders are tried.
+    Attention, FFN and output are waited for one after the other, so each has its best shares by itself. If memory is short,
+    the part that is shared first gets its best shares: several orders are tried.
     """
-    unit = unit_bytes(task, layers, first, last, streams)
-    costs = [node.weight_s(task.kind, rows) for node in stage]
     totals = [task.shape.kv_groups, math.ceil(task.shape.ffn / FFN_COLUMNS), math.ceil(task.shape.vocab / VOCAB_ROWS)]
-    free = [node.free_bytes - work_bytes(task, last, streams) for node in stage]
-    found = []
-    best = [shares(total, costs, [total] * len(stage)) or [] for total in totals]
+    weights = [node.weight_s(task.kind, rows) for node in stage]
+    costs = (group_times(task, stage, weights, rows), weights, weights)
+    unit = unit_bytes(task, layers, first, last, streams)
+    work = work_bytes(task, last, streams)
+    free = [node.free_bytes - work for node in stage]
+    best = [shares(total, cost, [total] * len(stage)) or [] for total, cost in zip(totals, costs, strict=True)]
     if all(
         unit.group * g + unit.columns * f + unit.vocab * v <= left for g, f, v, left in zip(*best, free, strict=True)
     ):
-        found.append(widths_of(task, stage, layers, best))
-    else:
-        orders = ((0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2), (1, 2, 0))
-        tight = (tight_shares(totals, unit, costs, free, turn) for turn in orders)
-        found += [widths_of(task, stage, layers, counts) for counts in tight if counts]
-    useful = [one for one in found if all(map(any, zip(one.groups, one.columns, strict=True)))]
-    return min(useful, key=lambda one: stage_s(task, one, first, last, rows), default=None)
+        return useful_widths(task, stage, layers, best)
+    orders = ((0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2), (1, 2, 0))
+    tight = (tight_shares(totals, unit, costs, free, turn) for turn in orders)
+    found = (useful_widths(task, stage, layers, counts) for counts in tight if counts)
+    return min(
+        (one for one in found if one is not None),
+        key=lambda one: stage_s(task, one, first, last, rows),
+        default=None,
+    )
+
+
+def group_times(
+    task: PlanTask, stage: Stage, weights: Sequence[float], rows: int, positions: int | None = None
+) -> list[float]:
+    """Return the time of one KV group of a layer, with its cache, on each node of a stage.
+
+    `weights` are the nodes' times for one weight. Each row sees `positions`, by default the prompt and half of the answer.
+    """
+    shape, load = task.shape, task.load
+    seen = load.prompt_tokens + load.answer_tokens // 2 if positions is None else positions
+    cache = 2 * shape.head_dim * task.plain_bytes * seen * min(rows, load.streams)
+    group = shape.group_weights()
+    return [group * cost + 2 * cache / node.read_bytes_s for cost, node in zip(weights, stage, strict=True)]
 
 
 def tight_shares(
-    totals: Sequence[int], unit: UnitBytes, costs: Sequence[float], free: Sequence[float], turn: Sequence[int]
+    totals: Sequence[int],
+    unit: UnitBytes,
+    costs: Sequence[Sequence[float]],
+    free: Sequence[float],
+    turn: Sequence[int],
 ) -> list[list[int]] | None:
     """Share groups, columns and vocabulary in this order within the memory that is left.
 
@@ -630,7 +661,7 @@ def tight_shares(
     counts: list[list[int]] = [[], [], []]
     for item in turn:
         size = max(unit[item], 1e-9)
-        shared = shares(totals[item], costs, [max(0, min(totals[item], int(left / size))) for left in room])
+        shared = shares(totals[item], costs[item], [max(0, min(totals[item], int(left / size))) for left in room])
         if shared is None:
             return None
         counts[item] = shared
@@ -638,8 +669,10 @@ def tight_shares(
     return counts
 
 
-def widths_of(task: PlanTask, stage: Stage, layers: int, counts: Sequence[Sequence[int]]) -> StageWidths:
-    """Return widths from counts of units."""
+def useful_widths(task: PlanTask, stage: Stage, layers: int, counts: Sequence[Sequence[int]]) -> StageWidths | None:
+    """Return widths from counts of units; None: a rank would have nothing of the layers."""
+    if not all(map(any, zip(counts[0], counts[1], strict=True))):
+        return None
     return StageWidths(
         nodes=stage,
         layers=layers,
@@ -662,20 +695,17 @@ def stage_s(
     task: PlanTask, widths: StageWidths, first: bool, last: bool, rows: int, positions: int | None = None
 ) -> float:
     """Return the time of a stage for a step of `rows` tokens that see `positions` each."""
-    shape, load = task.shape, task.load
-    seen = load.prompt_tokens + load.answer_tokens // 2 if positions is None else positions
-    cache = 2 * shape.head_dim * task.plain_bytes * seen * min(rows, load.streams)
-    costs = [node.weight_s(task.kind, rows) for node in widths.nodes]
-    attention = max(
-        count * (shape.group_weights() * cost + cache / (node.read_bytes_s / 2))
-        for count, cost, node in zip(widths.groups, costs, widths.nodes, strict=True)
-    )
-    ffn = max(count * shape.columns_read(rows) * cost for count, cost in zip(widths.columns, costs, strict=True))
-    layer = attention + ffn + max(node.layer_s for node in widths.nodes)
-    output = max(count * shape.width * cost for count, cost in zip(widths.vocab, costs, strict=True)) if last else 0.0
-    exchanges = 2 * widths.layers + first if len(widths.nodes) > 1 else 0
-    link = task.links.worst(node.name for node in widths.nodes)
-    return widths.layers * layer + output + exchanges * sum_s(link, len(widths.nodes), rows * shape.width * WIRE_BYTES)
+    shape, nodes = task.shape, widths.nodes
+    weights = [node.weight_s(task.kind, rows) for node in nodes]
+    attention = max(map(operator.mul, widths.groups, group_times(task, nodes, weights, rows, positions)))
+    ffn = shape.columns_read(rows) * max(map(operator.mul, widths.columns, weights))
+    layer = attention + ffn + max(node.layer_s for node in nodes)
+    output = shape.width * max(map(operator.mul, widths.vocab, weights)) if last else 0.0
+    if len(nodes) == 1:
+        return widths.layers * layer + output
+    link = task.links.worst(node.name for node in nodes)
+    sums_s = (2 * widths.layers + first) * sum_s(link, len(nodes), rows * shape.width * WIRE_BYTES)
+    return widths.layers * layer + output + sums_s
 
 
 def sum_s(link: LinkFacts, ranks: int, size: float) -> float:
@@ -693,37 +723,39 @@ def step_times(task: PlanTask, stages: Sequence[StageWidths], rows: int, positio
     ]  # fmt: skip
 
 
+def path_s(
+    task: PlanTask, stages: Sequence[StageWidths], wanted: int, times: Sequence[float], rows: int | None = None
+) -> float:
+    """Return the time of a step from its begin until the leader has `wanted` rows of logits.
+
+    `times` are those of the stages; the step has `rows` tokens, by default the wanted ones.
+    """
+    if len(stages) == len(stages[0].nodes) == 1:
+        return times[0]
+    link = task.links.worst(node.name for widths in stages for node in widths.nodes)
+    hops_s = (len(stages) - 1) * link.send_s((rows or wanted) * task.shape.width * WIRE_BYTES)
+    missing = task.shape.vocab - (stages[0].vocab[0] if len(stages) == 1 else 0)
+    return sum(times) + hops_s + link.send_s(wanted * missing * 4) + link.latency_s
+
+
 def replica_plan(task: PlanTask, stages: Sequence[StageWidths], streams: int) -> ReplicaPlan:
     """Return the plan of a replica with its predictions."""
-    shape, load = task.shape, task.load
-    names = tuple(node.name for widths in stages for node in widths.nodes)
-    link = task.links.worst(names)
-    several = len(names) > 1
-
-    def path_s(rows: int, times: Sequence[float]) -> float:
-        """The time of a step from its begin to its logits on the leader."""
-        hops = (len(stages) - 1) * link.send_s(rows * shape.width * WIRE_BYTES)
-        missing = shape.vocab - (stages[0].vocab[0] if len(stages) == 1 else 0)
-        logits = link.send_s(min(rows, streams) * missing * 4) + link.latency_s if several else 0.0
-        return sum(times) + hops + logits
-
+    load = task.load
     depth = min(len(stages), streams)
     rows = math.ceil(streams / depth)
     times = step_times(task, stages, rows)
-    gap_s = max(path_s(rows, times), depth * max(times))
-    alone_s = path_s(1, step_times(task, stages, 1))
+    gap_s = max(path_s(task, stages, rows, times), depth * max(times))
     chunk = min(PREFILL_TOKENS, load.prompt_tokens)
     chunks = load.prompt_tokens / chunk
     prefill = step_times(task, stages, chunk, load.prompt_tokens // 2)
     busy_s = chunks * (max(prefill) if streams >= len(stages) else sum(prefill))
     return ReplicaPlan(
-        nodes=names,
+        nodes=tuple(node.name for widths in stages for node in widths.nodes),
         stages=tuple(stages),
         task=task,
         streams=streams,
         gap_s=gap_s,
-        alone_s=alone_s,
-        first_token_s=path_s(chunk, prefill) + (chunks - 1) * max(prefill),
+        first_token_s=path_s(task, stages, min(chunk, streams), prefill, chunk) + (chunks - 1) * max(prefill),
         tokens_s=streams * load.answer_tokens / (load.answer_tokens * gap_s + streams * busy_s),
         watts=sum(node.power() for widths in stages for node in widths.nodes),
     )
