@@ -10,13 +10,14 @@ Rules: what users and files say is checked here, in one place, before anything i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcserve.config import StoredKind, read_config
 from hpcserve.errors import ServeError
@@ -43,7 +44,9 @@ from hpcserve.smaller.quantize import ModelSize, model_size, quantize_model
 from hpcserve.weights import HASHES_NAME, write_hashes
 
 MOST_NODES = 1000
-MOST_NODES_BYTES = 1 << 20
+MOST_NODES_BYTES = 4 << 20
+MOST_LINKS = 10 * MOST_NODES
+MOST_NOTES, MOST_NOTE_CHARACTERS = 20, 2000
 DEFAULT_CONTEXT_TOKENS = 4096
 SHOWN_CANDIDATES = 20
 
@@ -66,7 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="serve a model from the nodes of a job, or from this machine")
     front.add_options(run)
     run.set_defaults(work=front.run)
-    plan = commands.add_parser("plan", help="show how nodes can share a model, and how fast they would be")
+    plan = commands.add_parser(
+        "plan", help="show how nodes can share a model, and how fast they would be", allow_abbrev=False
+    )
     add_plan_options(plan)
     plan.set_defaults(work=show_plan)
     quantize = commands.add_parser("quantize", help="make a smaller model: matrices as int8 or int4")
@@ -104,10 +109,15 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NODE",
-        help="NAME:free=GIB,bw=GB_S[,flops=GFLOP_S,cores=N,watts=W], or a JSON file of nodes and links; default: this machine",
+        help="NAME:free=GIB,bw=GB_S[,flops=GFLOP_S,cores=N,watts=W], or a JSON file of nodes and links (-: standard input). "
+        "With hserve also names of the cluster's nodes, such as n[1-4]. Default: all nodes that you may use, else this machine",
     )
     parser.add_argument(
-        "--link", type=link, default=LinkFacts(), metavar="MS,GBIT", help="link between nodes (0.2,0.94: 1 Gbit/s)"
+        "--link",
+        type=link,
+        default=LinkFacts(),
+        metavar="MS,GBIT",
+        help="link between nodes for which no other is known (0.2,0.94: 1 Gbit/s)",
     )
     parser.add_argument(
         "--goal",
@@ -173,17 +183,40 @@ FIELDS: Mapping[str, tuple[str, float]] = {
 }
 
 
-def nodes_and_links(options: argparse.Namespace, kind: str) -> tuple[list[ServeNode], LinkTable]:
+class GivenNodes(NamedTuple):
+    """The nodes and links to plan with, and what is to be known of them."""
+
+    nodes: list[ServeNode]
+    links: LinkTable
+    notes: list[str]
+
+
+def given_nodes(options: argparse.Namespace, kind: str) -> GivenNodes:
     """Return the nodes and links that the options name; without any, this machine is measured.
 
     Raises:
         ServeError: one of them cannot be read.
     """
     if not options.nodes:
-        return [measured_node("this machine", kind)], LinkTable(default=options.link)
+        return GivenNodes([measured_node("this machine", kind)], LinkTable(default=options.link), [])
     if len(options.nodes) == 1 and ":" not in options.nodes[0]:
-        return from_file(Path(options.nodes[0]), options.link)
-    return [from_words(text) for text in options.nodes[:MOST_NODES]], LinkTable(default=options.link)
+        found = from_file(Path(options.nodes[0]), options.link)
+    else:
+        nodes = [from_words(text) for text in options.nodes[:MOST_NODES]]
+        found = GivenNodes(nodes, LinkTable(default=options.link), [])
+    return found._replace(notes=[*found.notes, *unknown_links(found.nodes, found.links)])
+
+
+def unknown_links(nodes: Sequence[ServeNode], links: LinkTable) -> list[str]:
+    """Return a note on the pairs of nodes whose link is taken as the default one; none if all are known."""
+    names = sorted(node.name for node in nodes)
+    pairs = [pair for pair in itertools.combinations(names, 2) if frozenset(pair) not in links.pairs]
+    if not pairs:
+        return []
+    shown = ", ".join(f"{one} and {other}" for one, other in pairs[:2])
+    more = f", and {len(pairs) - 2} more pairs" if len(pairs) > 2 else ""
+    taken = f"{links.default.rate_bytes_s * 8e-9:.3g} Gbit/s, {links.default.latency_s * 1000:.3g} ms"
+    return [f"unknown links are taken as {taken} ('hpcsched node bench --links' measures them): {shown}{more}"]
 
 
 def from_words(text: str) -> ServeNode:
@@ -221,8 +254,8 @@ def node_of(name: object, values: Mapping[str, object]) -> ServeNode:
     return ServeNode(name=name, **facts)
 
 
-def from_file(path: Path, default: LinkFacts) -> tuple[list[ServeNode], LinkTable]:
-    """Return nodes and links of a JSON file.
+def from_file(path: Path, default: LinkFacts) -> GivenNodes:
+    """Return nodes, links and notes of a JSON file; `-` is the standard input.
 
     `{"nodes": [{"name": "n1", "free": 8, "bw": 20}], "links": [{"nodes": ["n1", "n2"], "ms": 0.2, "gbit": 0.94}]}`
 
@@ -230,7 +263,7 @@ def from_file(path: Path, default: LinkFacts) -> tuple[list[ServeNode], LinkTabl
         ServeError: it cannot be read, or has something else.
     """
     try:
-        with path.open("rb") as file:
+        with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
             content = json.loads(file.read(MOST_NODES_BYTES))
         nodes = [
             node_of(one.get("name"), {key: value for key, value in one.items() if key != "name"})
@@ -238,8 +271,9 @@ def from_file(path: Path, default: LinkFacts) -> tuple[list[ServeNode], LinkTabl
         ]
         pairs = {
             frozenset(map(str, one["nodes"])): link(f"{one['ms']},{one['gbit']}")
-            for one in content.get("links", [])[: MOST_NODES * 10]
+            for one in content.get("links", [])[:MOST_LINKS]
         }
+        notes = [str(note)[:MOST_NOTE_CHARACTERS] for note in content.get("notes", [])[:MOST_NOTES]]
     except OSError as error:
         raise ServeError(f"cannot read nodes from '{path}': {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, argparse.ArgumentTypeError) as error:
@@ -247,7 +281,7 @@ def from_file(path: Path, default: LinkFacts) -> tuple[list[ServeNode], LinkTabl
             f"cannot read nodes from '{path}': {type(error).__name__}: {error}; it needs "
             '{"nodes": [{"name": "n1", "free": 8, "bw": 20}]}'
         ) from None
-    return nodes, LinkTable(default=default, pairs=pairs)
+    return GivenNodes(nodes, LinkTable(default=default, pairs=pairs), notes)
 
 
 # ----- plan
@@ -269,13 +303,18 @@ def show_plan(options: argparse.Namespace) -> int:
             f"cannot plan: a request of {load.context_tokens} tokens is longer than the model's context of "
             f"{config.context_tokens}; use a smaller --context, --prompt or --answer"
         )
-    nodes, links = nodes_and_links(options, kind)
-    made = make_plan(model_shape(config), kind, nodes, links, load, options.goal)
-    print(json.dumps(plan_document(made)) if options.json else plan_table(made))
+    nodes, links, notes = given_nodes(options, kind)
+    try:
+        made = make_plan(model_shape(config), kind, nodes, links, load, options.goal)
+    except ServeError:
+        for note in notes:
+            print(f"hserve: note: {note}", file=sys.stderr)
+        raise
+    print(json.dumps(plan_document(made, notes)) if options.json else plan_table(made, notes))
     return 0
 
 
-def plan_table(made: ServePlan) -> str:
+def plan_table(made: ServePlan, notes: Sequence[str]) -> str:
     """Return the candidates as lines, the best first, and the reasons."""
     rows = [("CANDIDATE", "MS/TOKEN", "FIRST", "TOKENS/S", "J/TOKEN", "MEMORY", "NODES")]
     for one in made.candidates[:SHOWN_CANDIDATES]:
@@ -298,6 +337,7 @@ def plan_table(made: ServePlan) -> str:
     lines += [f"and {hidden} slower candidates; --json has all"] * (hidden > 0)
     lines += ["", f"{made.goal}, {made.kind} weights: {made.why}"]
     lines += [f"{name} is left out: {why}" for name, why in made.left_out.items()]
+    lines += [f"note: {note}" for note in notes]
     return "\n".join(lines)
 
 
@@ -309,7 +349,7 @@ def fullest(one: PlanCandidate) -> RankMemory:
     )
 
 
-def plan_document(made: ServePlan) -> dict[str, Any]:
+def plan_document(made: ServePlan, notes: Sequence[str]) -> dict[str, Any]:
     """Return a plan as JSON, version 1; spans are [first, end]."""
     return {
         "version": 1,
@@ -317,6 +357,7 @@ def plan_document(made: ServePlan) -> dict[str, Any]:
         "kind": made.kind,
         "why": made.why,
         "left_out": dict(made.left_out),
+        "notes": list(notes),
         "candidates": [
             {
                 "name": one.name,

@@ -11,12 +11,13 @@ that waits for memory cannot use the time to compute.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -163,18 +164,20 @@ class LinkTable:
 
     default: LinkFacts = LinkFacts()
     pairs: Mapping[frozenset[str], LinkFacts] = field(default_factory=dict)
+    known: dict[frozenset[str], LinkFacts] = field(default_factory=dict, init=False, repr=False, compare=False)  # worst
 
     def worst(self, names: Iterable[str]) -> LinkFacts:
         """Return the highest latency and the lowest rate between any two of `names`."""
         if not self.pairs:
             return self.default
-        known = set(names)
-        links = [link for pair, link in self.pairs.items() if pair <= known]
-        if len(links) < len(known) * (len(known) - 1) // 2 or not links:
-            links.append(self.default)
-        return LinkFacts(
-            latency_s=max(link.latency_s for link in links), rate_bytes_s=min(link.rate_bytes_s for link in links)
-        )
+        among = frozenset(names)
+        if among not in self.known:
+            links = [self.pairs.get(frozenset(pair), self.default) for pair in itertools.combinations(among, 2)]
+            self.known[among] = LinkFacts(
+                latency_s=max((link.latency_s for link in links), default=self.default.latency_s),
+                rate_bytes_s=min((link.rate_bytes_s for link in links), default=self.default.rate_bytes_s),
+            )
+        return self.known[among]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +319,7 @@ def make_plan(
         ServeError: the facts make no sense.
     """
     check_facts(shape, kind, nodes, load)
+    check_links(links)
     task = PlanTask(shape=shape, kind=kind, links=links, load=load, goal=goal)
     tried = sorted(candidates(task, nodes), key=functools.partial(order, goal))
     if not tried:
@@ -365,6 +369,21 @@ def check_facts(shape: ModelShape, kind: str, nodes: Sequence[ServeNode], load: 
     for node in nodes:
         if not (node.read_bytes_s > 0 and node.flops_s > 0 and math.isfinite(node.read_bytes_s + node.flops_s)):
             raise ServeError(f"cannot plan: node '{node.name}' has no bandwidth or speed")
+
+
+def check_links(links: LinkTable) -> None:
+    """Check the links that the planner was given.
+
+    Raises:
+        ServeError: a link carries nothing, or its latency is not a number.
+    """
+    named = [("between nodes", links.default)]
+    named += [(f"between {' and '.join(sorted(pair))}", link) for pair, link in links.pairs.items()]
+    for where, one in named:
+        if not (one.rate_bytes_s > 0 and one.latency_s >= 0 and math.isfinite(one.rate_bytes_s + one.latency_s)):
+            raise ServeError(
+                f"cannot plan: the link {where} has a latency of {one.latency_s:g} s and a rate of {one.rate_bytes_s:g} bytes/s"
+            )
 
 
 # ----- which nodes form replicas and stages
@@ -908,13 +927,16 @@ def whole_bytes(task: PlanTask, streams: int) -> int:
 
 
 def can_fit(task: PlanTask, nodes: Sequence[ServeNode]) -> bool:
-    """Return whether any arrangement that uses all memory fits."""
-    ways: list[Callable[[], bool]] = [
-        lambda: bool(candidates(task, sorted(nodes, key=lambda node: -node.free_bytes)[:MOST_TRIED])),
-        lambda: best_replica(task, tuple((node,) for node in nodes), task.load.streams) is not None,
-        lambda: best_replica(task, (tuple(nodes),), task.load.streams) is not None,
-    ]
-    return any(way() for way in ways)
+    """Return whether one replica fits an arrangement that uses much of the nodes' memory."""
+    by_memory = sorted(nodes, key=lambda node: (-node.free_bytes, node.name))
+    few = [some for count in range(1, MOST_TRIED + 1) for some in itertools.combinations(by_memory[:MOST_TRIED], count)]
+    counts = [*(count for count in REGULAR_SIZES if count < len(nodes)), len(nodes)]
+    ways = itertools.chain(
+        (tuple((node,) for node in by_memory[:count]) for count in counts if count <= task.shape.layers),
+        (dealt(by_memory[:count], -(-count // MOST_TENSOR_RANKS)) for count in counts),
+        (stages for some in few for stages in partitions(some) if len(stages) <= task.shape.layers),
+    )
+    return any(best_replica(task, stages, task.load.streams) is not None for stages in ways)
 
 
 def fewer_tokens(task: PlanTask, nodes: Sequence[ServeNode]) -> list[str]:
@@ -934,11 +956,14 @@ def fewer_tokens(task: PlanTask, nodes: Sequence[ServeNode]) -> list[str]:
 
 def one_more_node(task: PlanTask, nodes: Sequence[ServeNode]) -> list[str]:
     """Return the memory of one more node with which the model would fit."""
-    for size in range(1, 2 * math.ceil(whole_bytes(task, task.load.streams) / GIB) + 1):
-        more = replace(nodes[0], name="one more node", free_bytes=size * GIB // 2)
-        if can_fit(task, [*nodes, more]):
-            return [f"one more node of {size / 2:g} GiB"]
-    return []
+
+    def fits_with(halves: int) -> bool:
+        more = replace(nodes[0], name="one more node", free_bytes=halves * GIB // 2)
+        return can_fit(task, [*nodes, more])
+
+    sizes = range(1, 2 * math.ceil(whole_bytes(task, task.load.streams) / GIB) + 1)
+    at = bisect.bisect_left(sizes, True, key=fits_with)
+    return [f"one more node of {sizes[at] / 2:g} GiB"] if at < len(sizes) else []
 
 
 def gib(size: float) -> str:

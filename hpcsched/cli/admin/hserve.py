@@ -2,7 +2,7 @@
 
 ``start``, ``ls``, ``scale`` and ``stop`` are requests to the controller, ``test`` is one to the gateway. A replica's job is built
 with the options of hsub. ``plan``, ``quantize``, ``prune`` and ``perplexity`` are commands of hpcserve, which runs as a child, so
-that this command does not load torch.
+that this command does not load torch. ``plan`` gets what the controller knows of the nodes, unless the user describes nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcsched import client, paths
-from hpcsched.cli.output import print_json, run_command
+from hpcsched.cli.output import guarded, print_json, run_command
 from hpcsched.cli.process import work_dir
 from hpcsched.client import Json
 from hpcsched.client.protocol import Send
@@ -26,10 +26,15 @@ from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers
 from hpcsched.jobscript.options import parse_command_line
 from hpcsched.listing.text import clean, columns
+from hpcsched.metrics.bench import run_from_json
+from hpcsched.metrics.links import link_from_json
 from hpcsched.model import frozen
-from hpcsched.model.codec import spec_to_json
+from hpcsched.model.accounting import Accounting
+from hpcsched.model.codec import spec_to_json, value_from_json
+from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.service import Audience, check_service_name, read_replicas
 from hpcsched.model.spec import JobSpec
+from hpcsched.planner.serving import chosen, serving_document, why_no_jobs
 
 COMMAND = Command(
     "hserve",
@@ -101,6 +106,8 @@ exec python3 -m hpcserve run {model} --name {name} --listen "unix:$socket"{optio
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] == "plan":
+        return guarded(COMMAND.name, plan, words[1:])
     if words and words[0] in CHILDREN:
         return run_child(words)
     own, job_options, served = split_words(words) if words and words[0] in JOB_VERBS else (words, [], [])
@@ -431,11 +438,76 @@ def gateway_url() -> str:
     return gateway_address(settings.address, settings.port, {})[0]
 
 
-def run_child(words: Sequence[str]) -> int:
-    """Run a command of hpcserve, which needs torch, and return its exit status."""
+def run_child(words: Sequence[str], given: str | None = None) -> int:
+    """Run a command of hpcserve, which needs torch, and return its exit status.
+
+    `given`: what it reads from its standard input.
+    """
     import subprocess
 
-    return subprocess.run([sys.executable, "-P", "-m", "hpcserve", *words], check=False).returncode
+    command = [sys.executable, "-P", "-m", "hpcserve", *words]
+    content = None if given is None else given.encode()
+    return subprocess.run(command, input=content, check=False).returncode
+
+
+# ----- plan
+
+
+def plan(words: Sequence[str]) -> int:
+    """Plan with the controller's facts of nodes, unless the user describes nodes; return the exit status.
+
+    Without a controller this machine is measured.
+    """
+    others, named = split_nodes(words)
+    if not {"-h", "--help"}.isdisjoint(words) or any(is_description(word) for word in named):
+        return run_child(["plan", *words])
+    names = expand_hostlist(",".join(named)) if named else []
+    try:
+        document = cluster_document(names)
+    except client.NoControllerError as error:
+        if names:
+            raise
+        print(f"{COMMAND.name}: no nodes of a cluster, only this machine: {clean(str(error))}", file=sys.stderr)
+        return run_child(["plan", *words])
+    return run_child(["plan", *others, "--nodes", "-"], json.dumps(document))
+
+
+def split_nodes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words without ``--nodes`` and its values, and these values."""
+    others: list[str] = []
+    named: list[str] = []
+    takes = False
+    for word in words:
+        if word.startswith("-") and word != "-":
+            name, equals, value = word.partition("=")
+            takes = name == "--nodes" and not equals
+            if name != "--nodes":
+                others.append(word)
+            elif equals:
+                named.append(value)
+        else:
+            (named if takes else others).append(word)
+    return others, named
+
+
+def is_description(word: str) -> bool:
+    """Return whether a value of ``--nodes`` describes nodes, or is a file that does, and is not a name."""
+    return word == "-" or ":" in word or "/" in word or os.path.isfile(word)
+
+
+def cluster_document(names: Sequence[str]) -> Json:
+    """Return what the controller knows of the named nodes, by default of all that the user may use.
+
+    Raises HpcschedError.
+    """
+    views = chosen(client.call("GET", client.query("/v1/nodes", probe=1))["nodes"], names)
+    partitions = client.call("GET", "/v1/partitions")["partitions"]
+    accounting = value_from_json(Accounting, client.call("GET", "/v1/config")["accounting"])
+    user = str(client.call("GET", "/v1/me")["user"])
+    runs = [run_from_json(run) for run in client.call("GET", "/v1/benches")["benches"]]
+    links = [link_from_json(run) for run in client.call("GET", "/v1/links")["links"]]
+    why_not = why_no_jobs(views, partitions, accounting, user)
+    return serving_document(views, runs, links, why_not, named=bool(names))
 
 
 JOB_VERBS = {"start": _start, "roll": _roll}  # with options of hsub and of the server

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_model
@@ -42,6 +44,25 @@ def test_a_plan_is_printed_as_json(llama, capsys, tmp_path):
     assert second["vocab"][1] == 320
 
 
+def test_nodes_links_and_notes_come_from_the_standard_input(llama, capsys, monkeypatch):
+    given = {
+        "nodes": [{"name": name, "free": 1, "bw": 20} for name in "abc"],
+        "links": [{"nodes": ["a", "b"], "ms": 0.1, "gbit": 9}],
+        "notes": ["d is drained"],
+    }
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(json.dumps(given).encode())))
+    assert main(["plan", llama, *SHORT, "--nodes", "-", "--json"]) == 0
+    taken = "unknown links are taken as 0.936 Gbit/s, 0.2 ms ('hpcsched node bench --links' measures them): "
+    assert json.loads(capsys.readouterr().out)["notes"] == ["d is drained", f"{taken}a and c, b and c"]
+
+
+def test_links_that_are_taken_as_the_default_are_said_under_the_table(llama, capsys):
+    assert main(["plan", llama, *SHORT, "--nodes", "a:free=1", "b:free=1", "--link", "1,10"]) == 0
+    assert "note: unknown links are taken as 10 Gbit/s, 1 ms" in capsys.readouterr().out
+    assert main(["plan", llama, *SHORT, "--nodes", "a:free=1"]) == 0
+    assert "unknown links" not in capsys.readouterr().out
+
+
 def test_this_machine_is_measured_without_nodes(llama, capsys):
     assert main(["plan", llama, *SHORT, "--quantize", "fp32"]) == 0
     assert "one node on this machine" in capsys.readouterr().out
@@ -71,6 +92,16 @@ def test_wrong_nodes_are_refused_with_what_is_wrong(llama, capsys, words, messag
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [0, -1, "inf", None], ids=str)
+def test_a_link_of_zero_is_refused(llama, capsys, tmp_path, number):
+    nodes = [{"name": "a", "free": 1}, {"name": "b", "free": 1}]
+    for key in ("ms", "gbit"):
+        link = {"nodes": ["a", "b"], "ms": 1, "gbit": 1} | {key: number}
+        (tmp_path / "nodes.json").write_text(json.dumps({"nodes": nodes, "links": [link]}))
+        assert main(["plan", llama, *SHORT, "--nodes", str(tmp_path / "nodes.json")]) == 1
+        assert "is not a number above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", '{"nodes": 3}', '{"nodes": [3]}', '{"nodes": [{"name": 3, "free": 1}]}', "[" * 100_000],
@@ -84,8 +115,16 @@ def test_a_damaged_file_of_nodes_is_refused(llama, capsys, tmp_path, content):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["plan"], ["plan", "m", "--streams", "0"], ["plan", "m", "--link", "3"], ["prune", "m", "t", "--share", "2"]],
-    ids=["none", "no model", "no stream", "link", "share"],
+    [
+        [],
+        ["plan"],
+        ["plan", "m", "--streams", "0"],
+        ["plan", "m", "--link", "3"],
+        ["plan", "m", "--link", "0,1"],
+        ["plan", "m", "--node", "a:free=1"],
+        ["prune", "m", "t", "--share", "2"],
+    ],
+    ids=["none", "no model", "no stream", "link", "link of zero", "short name", "share"],
 )
 def test_wrong_options_have_status_2(words, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -35,6 +35,7 @@ from hpcserve.plan import (
 
 LLAMA = ModelShape(layers=22, width=2048, heads=32, kv_groups=4, head_dim=64, ffn=5632, vocab=32000)
 SMALL = ModelShape(layers=4, width=1024, heads=6, kv_groups=3, head_dim=64, ffn=5 * FFN_COLUMNS, vocab=4 * VOCAB_ROWS)
+LARGE = ModelShape(layers=80, width=8192, heads=64, kv_groups=8, head_dim=128, ffn=28672, vocab=128000)
 SHARED_MEMORY = LinkTable(default=LinkFacts(latency_s=30e-6, rate_bytes_s=5e9))
 
 
@@ -212,6 +213,14 @@ def test_links_of_a_pair_count_for_its_groups_only():
     assert len(best.nodes) == 2
 
 
+def test_the_worst_link_counts_and_unknown_pairs_are_as_the_default():
+    slow, fast = LinkFacts(latency_s=0.01), LinkFacts(latency_s=1e-5, rate_bytes_s=5e9)
+    links = LinkTable(pairs={frozenset("ab"): fast, frozenset("bc"): slow})
+    assert links.worst("ab") == fast
+    assert links.worst("ac") == LinkFacts()
+    assert links.worst("abc") == slow
+
+
 def test_a_refusal_names_what_would_fit():
     with pytest.raises(ModelDoesNotFit) as refused:
         make_plan(LLAMA, "bf16", nodes_of(1.0, 0.9), SHARED_MEMORY, ServeLoad())
@@ -219,6 +228,12 @@ def test_a_refusal_names_what_would_fit():
     assert "n0 has 1 GiB free" in words
     assert "--quantize int8" in words
     assert "one more node of 1.5 GiB" in words
+
+
+def test_a_refusal_of_a_large_model_names_the_node_that_is_missing():
+    words = r"it needs 4\d GiB with int4 weights on one node; .*It fits with one more node of 2\d(\.5)? GiB"
+    with pytest.raises(ModelDoesNotFit, match=words):
+        make_plan(LARGE, "int4", nodes_of(8, 8, 8), SHARED_MEMORY, ServeLoad())
 
 
 def test_a_refusal_names_a_shorter_context():
@@ -244,8 +259,13 @@ def test_a_hundred_nodes_are_planned(goal):
         ({"shape": replace(LLAMA, kv_groups=5)}, "whole numbers"),
         ({"load": ServeLoad(context_tokens=300)}, "no room"),
         ({"load": ServeLoad(streams=0)}, "from 1"),
+        ({"links": LinkTable(default=LinkFacts(rate_bytes_s=0))}, "between nodes has a latency of .* a rate of 0"),
+        (
+            {"links": LinkTable(pairs={frozenset("ab"): LinkFacts(latency_s=-1)})},
+            "between a and b has a latency of -1 s",
+        ),
     ],
-    ids=["kind", "no node", "twice", "no speed", "groups", "context", "streams"],
+    ids=["kind", "no node", "twice", "no speed", "groups", "context", "streams", "link of zero", "link of a pair"],
 )
 def test_facts_that_make_no_sense_are_refused(change, words):
     facts = {"shape": LLAMA, "kind": "bf16", "nodes": [node("a")], "links": LinkTable(), "load": ServeLoad()}
