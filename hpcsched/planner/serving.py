@@ -98,7 +98,7 @@ def why_no_jobs(views: Iterable[Json], partitions: Iterable[Json], accounting: A
 
 
 def takes_jobs(allowed: Sequence[str], accounting: Accounting, accounts: Sequence[str]) -> bool:
-    """Return whether a partition that allows these accounts takes jobs of one of the user's accounts."""
+    """Return whether a partition with these allowed accounts takes the user's jobs."""
     return not allowed or any(accounting.is_part_of(account, allowed) for account in accounts)
 
 
@@ -118,7 +118,7 @@ def told_by_reason(wrong: Mapping[str, str]) -> list[str]:
 
 
 def best_runs(runs: Iterable[BenchRun]) -> dict[str, BenchRun]:
-    """Return the last run of each node that has measured its memory, if possible beside no other work."""
+    """Return the last run of each node with its memory, if possible beside no other work."""
     found: dict[str, BenchRun] = {}
     for run in sorted(runs, key=lambda run: (not run.busy, run.at_s)):
         if run.values.get("memory", 0.0) > 0:

@@ -208,7 +208,7 @@ def given_nodes(options: argparse.Namespace, kind: str) -> GivenNodes:
 
 
 def unknown_links(nodes: Sequence[ServeNode], links: LinkTable) -> list[str]:
-    """Return a note on the pairs of nodes whose link is taken as the default one; none if all are known."""
+    """Return a note on the pairs of nodes whose link is not known; none if all are."""
     names = sorted(node.name for node in nodes)
     pairs = [pair for pair in itertools.combinations(names, 2) if frozenset(pair) not in links.pairs]
     if not pairs:

@@ -454,9 +454,9 @@ def run_child(words: Sequence[str], given: str | None = None) -> int:
 
 
 def plan(words: Sequence[str]) -> int:
-    """Plan with the controller's facts of nodes, unless the user describes nodes; return the exit status.
+    """Run hpcserve's planner with the controller's facts, and return its exit status.
 
-    Without a controller this machine is measured.
+    Nodes that the user describes need no controller. Without one this machine is measured.
     """
     others, named = split_nodes(words)
     if not {"-h", "--help"}.isdisjoint(words) or any(is_description(word) for word in named):
@@ -491,12 +491,12 @@ def split_nodes(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_description(word: str) -> bool:
-    """Return whether a value of ``--nodes`` describes nodes, or is a file that does, and is not a name."""
+    """Return whether a value of ``--nodes`` describes nodes, or is a file that does."""
     return word == "-" or ":" in word or "/" in word or os.path.isfile(word)
 
 
 def cluster_document(names: Sequence[str]) -> Json:
-    """Return what the controller knows of the named nodes, by default of all that the user may use.
+    """Return what the controller knows of these nodes; none: of all that the user may use.
 
     Raises HpcschedError.
     """

@@ -211,7 +211,7 @@ def test_described_nodes_and_help_need_no_controller(children: list[Any], monkey
         assert children.pop() == (words, None)
 
 
-def test_without_a_controller_this_machine_is_planned_with_and_named_nodes_are_refused(
+def test_without_a_controller_only_this_machine_can_be_planned_with(
     children: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HPCSCHED_API", "/no/such/socket")

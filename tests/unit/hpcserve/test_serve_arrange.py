@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -25,9 +27,13 @@ def arranged(said: list[str] | None = None, **settings: Any) -> GroupArrangement
     return GroupArrangement(config(), GroupSettings(**wanted), (said if said is not None else []).append)
 
 
-def members(*numbers: int, free_bytes: int = 1 << 40) -> list[Member]:
+def members(*numbers: int, free_bytes: int = 1 << 40, hosts: Mapping[int, str] | None = None) -> list[Member]:
+    """Return members of one host, or of those in `hosts` by number."""
     offer: dict[str, object] = {"node": "n", "free_bytes": free_bytes}
-    return [Member(number=number, slot=number, offer=offer, heard_at_s=0.0) for number in numbers]
+    return [
+        Member(number=number, slot=number, offer=offer | {"host": (hosts or {}).get(number)}, heard_at_s=0.0)
+        for number in numbers
+    ]
 
 
 def form(arrangement: GroupArrangement, choice: MemberChoice | None) -> dict[int, ModelPart]:
@@ -138,3 +144,76 @@ def test_a_spare_loads_the_parts_for_which_it_has_memory_beside_one_cache() -> N
     assert loaded(sum(sizes) + cache - 1) == [parts[1], parts[2]]
     assert loaded(sizes[1] + cache) == [parts[1]]
     assert loaded(sizes[1] + cache - 1) == []
+
+
+HOSTS = {0: "a", 1: "b", 2: "b"}
+
+
+def wide(ranks: int = 2, shape: str = "auto") -> GroupArrangement:
+    """Return the arrangement of a model whose parts take longer to read than sums between hosts take."""
+    large = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 8}
+    settings = GroupSettings(ranks=ranks, kind="fp32", load=LOAD, shape=shape)
+    config = parse_config({"model_type": "llama", **FAMILIES["llama"], **large})
+    return GroupArrangement(config, settings, lambda _: None)
+
+
+def test_links_between_hosts_are_measured_once_if_the_planner_splits() -> None:
+    arrangement = wide(3)
+    choice = arrangement([], members(0, 1, 2, hosts=HOSTS), True)
+    assert choice is not None
+    assert len(choice.members) > 1
+    numbers = [member.number for member in choice.members]
+    apart = [
+        [one, other]
+        for one, other in itertools.combinations(range(len(numbers)), 2)
+        if HOSTS[numbers[one]] != HOSTS[numbers[other]]
+    ]
+    assert choice.facts["measure"] == apart
+    form(arrangement, choice)
+    arrangement.learn_links([[one, other, 0.0002, 1.2e8] for one, other in apart])
+    again = arrangement(members(0, 1, 2, hosts=HOSTS), [], False)
+    assert again is not None
+    assert again.facts["measure"] == []
+    fixed = wide(3, "tensor")([], members(0, 1, 2, hosts=HOSTS), True)
+    assert fixed is not None
+    assert fixed.facts["measure"] == []
+
+
+def test_a_measured_slow_link_ends_the_split_over_it() -> None:
+    arrangement = wide()
+    here = members(0, 1, hosts=HOSTS)
+    before = form(arrangement, arrangement([], here, True))
+    predicted = arrangement.tokens_s
+    assert len(before) == 2
+    arrangement.learn_links([[0, 1, 0.5, 1e5]])
+    assert form(arrangement, arrangement(here, [], False)) == before, "nobody loads anything before it was slow twice"
+    assert arrangement.learn({}, here)
+    assert len(form(arrangement, arrangement(here, [], False))) == 1
+    assert arrangement.tokens_s < predicted
+
+
+def test_a_measured_link_that_keeps_the_plan_corrects_its_prediction() -> None:
+    arrangement = wide()
+    here = members(0, 1, hosts=HOSTS)
+    form(arrangement, arrangement([], here, True))
+    predicted = arrangement.tokens_s
+    arrangement.learn_links([[0, 1, 0.0004, 1e8]])
+    assert not arrangement.learn({}, here)
+    assert 0 < arrangement.tokens_s < predicted
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [None, 3, [3], [[0, 1]], [[0, 9, 0.5, 1e5]], [[-1, 1, 0.5, 1e5]], [[1, 1, 0.5, 1e5]], [[0, 1, 0.5, 0.0]],
+     [[0, 1, float("nan"), 1e5]], [[0, "1", 0.5, 1e5]]],
+    ids=["none", "number", "numbers", "short", "no rank", "below 0", "itself", "link of zero", "nan", "text"],
+)  # fmt: skip
+def test_measurements_that_make_no_sense_are_dropped(rows: object) -> None:
+    arrangement = wide()
+    here = members(0, 1, hosts=HOSTS)
+    choice = arrangement([], here, True)
+    form(arrangement, choice)
+    arrangement.learn_links(rows)
+    again = arrangement(here, [], False)
+    assert again is not None
+    assert again.facts["measure"] == [[0, 1]]

@@ -122,8 +122,10 @@ def every_width(nodes: tuple[ServeNode, ...]) -> Iterator[StageWidths]:
 def test_tensor_widths_are_the_best_of_all(speeds, streams):
     task, nodes = small_task(streams), tuple(node(f"n{index}", 8, speed) for index, speed in enumerate(speeds))
     best = min(stage_s(task, widths, True, True, streams) for widths in every_width(nodes))
-    some = [some for count in range(1, len(nodes) + 1) for some in itertools.combinations(nodes, count)]
-    widths = [stage_widths(task, one, 4, True, True, streams, streams) for one in some]  # an idle node is left out
+    stages = [stage for count in range(1, len(nodes) + 1) for stage in itertools.combinations(nodes, count)]
+    widths = [
+        stage_widths(task, stage, 4, True, True, streams, streams) for stage in stages
+    ]  # an idle node is left out
     found = min(stage_s(task, one, True, True, streams) for one in widths if one is not None)
     assert found <= best * (1 + 1e-9)
 

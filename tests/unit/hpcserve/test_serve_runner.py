@@ -143,6 +143,25 @@ def test_a_step_that_wants_no_logits_has_a_result() -> None:
     group.end()
 
 
+@pytest.mark.parametrize("stages", [(1,), (2,), (1, 1)], ids=str)
+def test_steps_of_one_token_are_timed_if_no_other_step_is_under_way(stages: tuple[int, ...]) -> None:
+    group = Group(split_of(*stages))
+
+    def run(*numbers: int) -> dict[str, float]:
+        for number in numbers:
+            row = StepRow(tokens=(number,), start=number, blocks=(0,))
+            group.runner.begin(ForwardStep(number=number, rows=(row,)))
+        for _ in numbers:
+            group.runner.result()
+        return group.runner.metrics()
+
+    first, second = run(0), run(1)
+    assert (first["single_token_steps_total"], second["single_token_steps_total"]) == (1, 2)
+    assert 0 < first["single_token_step_seconds_total"] < second["single_token_step_seconds_total"]
+    assert run(2, 3)["single_token_steps_total"] == 2, "neither of them was alone"
+    group.end()
+
+
 def test_a_lost_rank_fails_the_step() -> None:
     group = Group(split_of(2))
     group.links[1].break_off()

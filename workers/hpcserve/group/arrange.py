@@ -22,6 +22,7 @@ from hpcserve.split import ModelPart, ModelSplit, Span, even, spans_of
 from hpcserve.steps import BLOCK_POSITIONS
 from hpctrain.elastic.roster import Member, MemberChoice, Message
 
+MOST_LINKS = 1000
 ONE_HOST = LinkFacts(latency_s=30e-6, rate_bytes_s=3e9)
 
 
@@ -59,6 +60,7 @@ class GroupArrangement:
         self._last: GroupPlan | None = None  # of the generation that was formed last
         self._plans: dict[frozenset[int], GroupPlan | None] = {}
         self._measured: dict[int, float] = {}  # bytes of weights that a member reads a second
+        self._links: dict[frozenset[int], LinkFacts] = {}  # measured between two members
 
     def __call__(self, inside: Sequence[Member], ready: Sequence[Member], patient: bool) -> MemberChoice | None:
         """Choose the members of the next generation by the rules above."""
@@ -77,8 +79,36 @@ class GroupArrangement:
                 "blocks": self._settings.blocks,
                 "candidates": plan.candidates,
                 "tokens_s": plan.tokens_s,
+                "measure": self._unmeasured([by_number[number] for number in plan.numbers]),
             },
         )
+
+    @property
+    def tokens_s(self) -> float:
+        """The predicted tokens/s of one stream with what is known now; 0: unknown."""
+        return self._last.tokens_s if self._last is not None else 0.0
+
+    def learn_links(self, rows: object) -> None:
+        """Use links that the last generation has measured: rows of two ranks, s, bytes/s."""
+        by_rank = dict(enumerate(self.numbers))
+        for row in rows[:MOST_LINKS] if isinstance(rows, list) else ():
+            match row:
+                case [int(low), int(high), float(latency_s), float(rate)] if low < high:
+                    if {low, high} <= by_rank.keys() and positive(latency_s) and positive(rate):
+                        link = LinkFacts(latency_s=latency_s, rate_bytes_s=rate)
+                        self._links[frozenset((by_rank[low], by_rank[high]))] = link
+                        self._plans.clear()
+
+    def _unmeasured(self, members: Sequence[Member]) -> list[list[int]]:
+        """Return the pairs of ranks of different hosts whose links are not measured yet."""
+        if self._settings.shape != "auto":
+            return []
+        return [
+            [one, other]
+            for one, other in itertools.combinations(range(len(members)), 2)
+            if not is_one_host(members[one], members[other])
+            and frozenset((members[one].number, members[other].number)) not in self._links
+        ]
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -110,7 +140,10 @@ class GroupArrangement:
                 self._measured[number] = size / step_s[number]
         self._plans.clear()
         found = self._planned([member for member in members if member.number in last.numbers])
-        if found is None or (found.numbers, found.split) == (last.numbers, last.split):
+        if found is None:
+            return False
+        if (found.numbers, found.split) == (last.numbers, last.split):
+            self._last = replace(last, tokens_s=found.tokens_s)
             return False
         self._last = None
         return True
@@ -165,7 +198,12 @@ class GroupArrangement:
             return GroupPlan(numbers=numbers, split=split, candidates=len(candidates))
         nodes = [self._node(member) for member in candidates]
         made = make_plan(
-            model_shape(self._config), settings.kind, nodes, links_between(candidates), settings.load, settings.goal
+            model_shape(self._config),
+            settings.kind,
+            nodes,
+            links_between(candidates, self._links),
+            settings.load,
+            settings.goal,
         )
         best = next((one for one in made.candidates if len(one.replicas) == 1), None)
         if best is None:
@@ -190,19 +228,22 @@ def node_facts(member: Member) -> ServeNode:
     )
 
 
-def links_between(members: Sequence[Member]) -> LinkTable:
+def links_between(members: Sequence[Member], measured: Mapping[frozenset[int], LinkFacts]) -> LinkTable:
     """Return the links between members.
 
-    Those on one host share memory, others are taken as 1 Gbit/s.
+    Those on one host share memory; others are as measured, or taken as 1 Gbit/s.
     """
-    pairs = [
-        (one, other)
-        for one, other in itertools.combinations(members, 2)
-        if one.offer.get("host") == other.offer.get("host")
-    ]
-    return LinkTable(
-        pairs={frozenset((node_facts(one).name, node_facts(other).name)): ONE_HOST for one, other in pairs}
-    )
+    pairs: dict[frozenset[str], LinkFacts] = {}
+    for one, other in itertools.combinations(members, 2):
+        link = ONE_HOST if is_one_host(one, other) else measured.get(frozenset((one.number, other.number)))
+        if link is not None:
+            pairs[frozenset((node_facts(one).name, node_facts(other).name))] = link
+    return LinkTable(pairs=pairs)
+
+
+def is_one_host(one: Member, other: Member) -> bool:
+    """Return whether two members share memory."""
+    return one.offer.get("host") == other.offer.get("host")
 
 
 def positive(value: object) -> float:

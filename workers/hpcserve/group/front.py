@@ -256,6 +256,7 @@ class ServeFront:
                 speeds.clear()
                 changes = self._arrangement.learn(step_s, members)
                 figures = f"{measured:.3g} tokens/s instead of {self._predicted:.3g}"
+                self._predicted = self._arrangement.tokens_s or self._predicted
                 say(f"the prediction was wrong twice, {figures}: " + ("a new plan" if changes else "the plan stays"))
                 if changes:
                     self._server.roster.renew()
@@ -329,6 +330,7 @@ class ServeFront:
             if hello is None or hello.get("generation") != self._generation:
                 line.close()
                 return
+            self._arrangement.learn_links(hello.get("links"))
             leader = LeaderConnection(line, self._generation)
             self.engine.attach(leader)
             self._losses = 0

@@ -16,6 +16,7 @@ Sources: Megatron-LM (two sums a layer); `hpctrain.peers` (proofs); `hpctrain.co
 from __future__ import annotations
 
 import enum
+import json
 import mmap
 import os
 import platform
@@ -29,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +55,7 @@ BUFFER_BYTES = 1 << 20
 LENGTH = struct.Struct("<Q")
 TENSOR_HEAD = struct.Struct("<IIII")  # dtype, rows, columns, number of the step
 MOST_STEP_BYTES = 64 << 20
+MOST_READY_BYTES = 1 << 16
 MOST_TENSOR_BYTES = 4 << 30
 HELLO = struct.Struct("<IIII")  # generation, use, the two ranks
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -402,14 +405,25 @@ class RankLinks:
         """Return what a rank of the last stage sent to the leader, for a step of so many tokens."""
         return self.control(rank).tensor(rows, number, self._limit_for(tokens))
 
-    def say_ready(self) -> None:
-        """Tell the leader that this rank has loaded its part."""
-        self.control(0).post(LENGTH.pack(0))
+    def say_ready(self, measured: Sequence[Sequence[float]] = ()) -> None:
+        """Tell the leader that this rank has loaded its part, and what it has measured."""
+        said = json.dumps(list(measured)).encode() if measured else b""
+        self.control(0).post(LENGTH.pack(len(said)), said)
 
-    def await_ready(self) -> None:
-        """Wait on the leader until all other ranks have loaded their parts."""
+    def await_ready(self) -> list[Any]:
+        """Wait until all other ranks are ready; return what they have measured."""
+        found: list[Any] = []
         for other in range(1, self.split.size):
-            self.control(other).message(0, None)
+            said = self.control(other).message(MOST_READY_BYTES, None)
+            try:
+                found += json.loads(said) if said else []
+            except (ValueError, TypeError, RecursionError):
+                raise self.control(other).lost("said something else than its measurements") from None
+        return found
+
+    def link_with(self, other: int) -> RankLink | None:
+        """Return a link with another rank, the same on both ends; None: there is none."""
+        return next((self._ends[use, other] for use in LinkUse if (use, other) in self._ends), None)
 
     def connections(self) -> dict[int, list[socket.socket]]:
         """Return the connections with each other rank."""

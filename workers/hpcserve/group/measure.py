@@ -2,23 +2,23 @@
 
 Everything is bounded: half a second for a node, half a second for a link. The rates are those of the kernels that will run
 (`kernels`), because they read neither as fast as memory allows nor alike. A rank that shares its memory with others measures
-while they do: the rates of `readers` at once. Does not know models; `plan` uses the facts.
+while they do: the rates of `readers` at once. Links are measured through the connections that will be used. Does not know models;
+`plan` uses the facts.
 """
 
 from __future__ import annotations
 
-import socket
 import statistics
-import struct
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hpcserve.errors import GroupLost
+from hpcserve.group.links import LENGTH, STEP_LIMIT_S, RankLink, RankLinks
 from hpcserve.kernels import Linear, Weight, WeightKind, make_linear
 from hpcserve.plan import GIB, KERNELS, LinkFacts, ServeNode
 from hpcserve.weights import GROUP_COLUMNS, Int4Weight, Int8Weight
@@ -29,8 +29,9 @@ BATCH_ROWS = 16
 NODE_LIMIT_S = 0.5
 LINK_LIMIT_S = 0.5
 PINGS = 20
-PING = struct.Struct("<Q")
-LARGE_BYTES = 1 << 20
+FIRST_BYTES, LARGE_BYTES = 1 << 16, 1 << 20
+MOST_ASKED = PINGS + 5
+MEASURED = b"."  # the last message
 MEMINFO = Path("/proc/meminfo")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -165,71 +166,69 @@ def group_rooms(own: Path = OWN_CGROUP, groups: Path = CGROUPS) -> list[int]:
     return rooms
 
 
-# ----- links: one side asks, the other answers
+# ----- links: the lower rank of a pair asks, the other one answers
 
 
-def measured_link(connection: socket.socket, limit_s: float = LINK_LIMIT_S) -> LinkFacts:
-    """Return the facts of a connection whose other side runs `answer_link`.
+def measured_links(links: RankLinks, pairs: Iterable[Sequence[int]]) -> list[list[float]]:
+    """Measure this rank's links of these pairs of ranks, in the same order on all ranks.
 
-    Raises:
-        GroupLost: the other side does not answer in time.
-    """
-    try:
-        connection.settimeout(limit_s)
-        end_s = time.perf_counter() + limit_s / 2
-        times: list[float] = []
-        while len(times) < PINGS and time.perf_counter() < end_s:
-            times.append(asked_s(connection, 0))
-        latency_s = statistics.median(times) / 2
-        large: list[float] = []
-        while len(large) < 3 and (not large or time.perf_counter() < end_s):
-            large.append(asked_s(connection, LARGE_BYTES))
-        connection.sendall(PING.pack(2**64 - 1))
-    except OSError as error:
-        raise GroupLost(f"cannot measure the link: {error}") from None
-    sending_s = max(min(large) - 2 * latency_s, 1e-6)
-    return LinkFacts(latency_s=latency_s, rate_bytes_s=LARGE_BYTES / sending_s)
-
-
-def asked_s(connection: socket.socket, size: int) -> float:
-    """Return the time until the other side has got `size` bytes and said so."""
-    start_s = time.perf_counter()
-    connection.sendall(PING.pack(size) + bytes(size))
-    received(connection, PING.size)
-    return time.perf_counter() - start_s
-
-
-def answer_link(connection: socket.socket, limit_s: float = LINK_LIMIT_S) -> None:
-    """Answer the other side of `measured_link` until it has finished.
+    All ranks call it with the same pairs. Returns both ranks, the latency in s and the rate in bytes/s of each pair that this
+    rank has measured. Pairs without a link are left out.
 
     Raises:
-        GroupLost: it is silent, or sends something else.
+        GroupLost: another rank is lost.
     """
-    try:
-        connection.settimeout(limit_s)
-        for _ in range(PINGS + 4):
-            (size,) = PING.unpack(received(connection, PING.size))
-            if size == 2**64 - 1:
-                return
-            if size not in (0, LARGE_BYTES):
-                raise GroupLost("cannot measure the link: the other side sends something else")
-            received(connection, size)
-            connection.sendall(PING.pack(size))
-    except OSError as error:
-        raise GroupLost(f"cannot measure the link: {error}") from None
-    raise GroupLost("cannot measure the link: the other side does not finish")
+    found: list[list[float]] = []
+    for low, high in sorted((min(pair), max(pair)) for pair in pairs):
+        link = links.link_with(high if links.rank == low else low) if links.rank in (low, high) else None
+        if link is None:
+            continue
+        if links.rank == high:
+            answer_link(link)
+        else:
+            facts = measured_link(link)
+            found.append([low, high, facts.latency_s, facts.rate_bytes_s])
+    return found
 
 
-def received(connection: socket.socket, size: int) -> bytes:
-    """Return exactly `size` bytes from a connection.
+def measured_link(link: RankLink, limit_s: float = LINK_LIMIT_S) -> LinkFacts:
+    """Return the facts of a link whose other end calls `answer_link`.
+
+    Few and small messages are sent over a slow link.
 
     Raises:
-        GroupLost: it ends before.
+        GroupLost: the other rank is lost.
     """
-    content = bytearray()
-    while len(content) < size:
-        piece = connection.recv(min(size - len(content), 1 << 18))
-        if not piece:
-            raise GroupLost("cannot measure the link: the other side has closed it")
-        content += piece
-    return bytes(content)
+    began_s = time.perf_counter()
+    times: list[float] = []
+    while len(times) < PINGS and (not times or time.perf_counter() - began_s < limit_s / 2):
+        times.append(asked_s(link, 0))
+    trip_s = statistics.median(times)
+    rates: list[float] = []
+    for size in (FIRST_BYTES, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES):
+        if rates and time.perf_counter() - began_s + size / rates[-1] > limit_s:
+            break
+        rates.append(size / max(asked_s(link, size) - trip_s, 1e-6))
+    link.post(LENGTH.pack(len(MEASURED)), MEASURED)
+    return LinkFacts(latency_s=trip_s / 2, rate_bytes_s=max(rates))
+
+
+def asked_s(link: RankLink, size: int) -> float:
+    """Return the time until the other rank has got `size` bytes and said so."""
+    began_s = time.perf_counter()
+    link.post(LENGTH.pack(size), bytes(size))
+    link.message(0, STEP_LIMIT_S)
+    return time.perf_counter() - began_s
+
+
+def answer_link(link: RankLink) -> None:
+    """Answer the other end's `measured_link` until it has finished.
+
+    Raises:
+        GroupLost: the other rank is lost, or sends something else.
+    """
+    for _ in range(MOST_ASKED):
+        if link.message(LARGE_BYTES, STEP_LIMIT_S) == MEASURED:
+            return
+        link.post(LENGTH.pack(0))
+    raise link.lost("it measures the link without an end")

@@ -36,7 +36,7 @@ from hpcserve.grammar import Grammar
 from hpcserve.group.arrange import spare_parts
 from hpcserve.group.leader import MOST_LINE_BYTES, LeaderEnd, MessageLine
 from hpcserve.group.links import LinkWatch, Meeting, RankAddress, RankLinks
-from hpcserve.group.measure import free_bytes, measured_node
+from hpcserve.group.measure import free_bytes, measured_links, measured_node
 from hpcserve.group.runner import GroupRunner, RankProgram
 from hpcserve.model import DecoderModel
 from hpcserve.plan import BASE_BYTES
@@ -173,6 +173,7 @@ class ServeRank:
         self._program: RankProgram | None = None
         self._silent_s = float(environ.get("HPCSERVE_SILENCE") or 1.0)
         self._unreached: set[int] = set()  # members to which a link of this generation is broken
+        self._measured: list[Any] = []  # links in this generation: two ranks, s, bytes/s
 
     def _report(self) -> None:
         """Tell the front now and then how long this rank computes for a token."""
@@ -305,6 +306,8 @@ class ServeRank:
 
         self._membership.watch(generation, links.break_off)
         try:
+            pairs: Any = news.get("measure", [])
+            self._measured = measured_links(links, pairs)
             # Not before: if the ranks do not meet, each still has the part that it had.
             self._loader.begin(split.part(rank), str(news["kind"]), int(str(news["blocks"])))
             with LinkWatch(links.connections(), self._silent_s, cut):
@@ -321,12 +324,12 @@ class ServeRank:
         if links.rank == 0:
             self._lead(model, links, generation)
         else:
-            links.say_ready()
+            links.say_ready(self._measured)
             self._program = RankProgram(model, links)
             self._program.follow()
 
     def _lead(self, model: DecoderModel, links: RankLinks, generation: int) -> None:
-        links.await_ready()
+        self._measured += links.await_ready()
         limits = BatchLimits(
             blocks=model.cache.blocks,
             context_tokens=self._config.context_tokens,
@@ -362,7 +365,7 @@ class ServeRank:
             port = int(self._environ["HPCSERVE_FRONT"])
             reader, writer = await asyncio.open_connection(host, port, limit=MOST_LINE_BYTES)
             line = await MessageLine.proved(reader, writer, self._membership.key, GUEST, self._environ)
-            line.send({"type": "leader", "generation": generation})
+            line.send({"type": "leader", "generation": generation, "links": self._measured})
             serving = asyncio.create_task(LeaderEnd(engine, line, runner.metrics).serve(over))
             while not serving.done():
                 await asyncio.wait([serving], timeout=LOOK_S)

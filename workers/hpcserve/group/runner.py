@@ -93,6 +93,7 @@ class GroupRunner:
         self._begun: deque[ForwardStep] = deque()  # not computed here yet
         self._computed: deque[tuple[ForwardStep, RankOutput | None]] = deque()
         self._lost: GroupLost | None = None
+        self._is_alone = False  # no step was under way when the last one began
         self._single_steps, self._single_s = 0, 0.0
 
     @property
@@ -106,6 +107,7 @@ class GroupRunner:
             self._links.send_step(plan.to_bytes())
         except GroupLost as error:
             self._lost = error
+        self._is_alone = not self._begun and not self._computed
         self._begun.append(plan)
 
     def result(self) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
@@ -138,7 +140,7 @@ class GroupRunner:
                 logits, states = self._received(rank, step, wanted)
             parts.append(logits)
             hidden = states if states is not None else hidden
-        if self.depth == 1 and len(step.rows) == len(step.rows[0].tokens) == 1:
+        if self._is_alone and len(step.rows) == len(step.rows[0].tokens) == 1:
             self._single_steps += 1
             self._single_s += time.perf_counter() - began_s
         whole = parts[0] if len(parts) == 1 else torch.cat([part.to("cpu") for part in parts], dim=1)
@@ -147,7 +149,7 @@ class GroupRunner:
         return whole, list(hidden.split([len(row.tokens) for row in step.rows if row.hidden]))
 
     def metrics(self) -> dict[str, float]:
-        """Return how long steps of one token took, on all ranks together."""
+        """Return how long steps of one token took, on all ranks together, while no other step was under way."""
         return {"single_token_steps_total": self._single_steps, "single_token_step_seconds_total": self._single_s}
 
     def _received(self, rank: int, step: ForwardStep, wanted: int) -> tuple[torch.Tensor, torch.Tensor | None]:
