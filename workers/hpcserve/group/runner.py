@@ -149,7 +149,10 @@ class GroupRunner:
         return whole, list(hidden.split([len(row.tokens) for row in step.rows if row.hidden]))
 
     def metrics(self) -> dict[str, float]:
-        """Return how long steps of one token took, on all ranks together, while no other step was under way."""
+        """Return how long steps of one token took, on all ranks together.
+
+        Steps beside others are not counted.
+        """
         return {"single_token_steps_total": self._single_steps, "single_token_step_seconds_total": self._single_s}
 
     def _received(self, rank: int, step: ForwardStep, wanted: int) -> tuple[torch.Tensor, torch.Tensor | None]:
