@@ -41,6 +41,23 @@ class UpstreamReply(NamedTuple):
     body: bytes
 
 
+async def connected(path: str) -> socket.socket:
+    """Return a connection to the controller's socket; wait while too many others wait. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    try:
+        while True:
+            try:
+                sock.connect(path)
+            except BlockingIOError:  # the queue of the socket is full; asyncio takes this for success
+                await asyncio.sleep(FULL_S)
+            else:
+                return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
 def is_controllers(sock: socket.socket, path: str) -> bool:
     """Return whether the account that serves this socket is the controller's."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -92,28 +109,13 @@ class Upstream:
                 return connection, False
             connection.close()
         try:
-            sock = await self._connected()
+            sock = await connected(self._path)
         except OSError as error:
             why = error.strerror or str(error)
             raise UpstreamError(502, f"cannot answer: the controller does not run, or is not reached: {why}") from None
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(lambda: _UpstreamConnection(self._path), sock=sock)
         return connection, True
-
-    async def _connected(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.setblocking(False)
-        try:
-            while True:
-                try:
-                    sock.connect(self._path)
-                except BlockingIOError:  # many wait until the controller accepts them; asyncio takes this for success
-                    await asyncio.sleep(FULL_S)
-                else:
-                    return sock
-        except BaseException:
-            sock.close()
-            raise
 
     def close(self) -> None:
         """Close all idle connections."""
