@@ -42,7 +42,10 @@ class UpstreamReply(NamedTuple):
 
 
 async def connected(path: str) -> socket.socket:
-    """Return a connection to the controller's socket; wait while too many others wait. Raises OSError."""
+    """Return a connection to the controller's socket.
+
+    Waits while too many others wait. Raises OSError.
+    """
     sock = socket.socket(socket.AF_UNIX)
     sock.setblocking(False)
     try:
