@@ -67,7 +67,7 @@ check: venv lint
 compat: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PLAIN_PATHS) -e '.[compat]'
 	! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/npm openai@7.59.0
-	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 600 tests/compat
+	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 600 tests/compat tests/e2e/test_job_pages.py
 
 bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)
