@@ -260,9 +260,25 @@ async def _by_gateway(step: Send, endpoint: GatewayEndpoint) -> HttpReply:
 
 
 async def _connected(path: str, timeout_s: float) -> socket.socket:
-    """Return a socket connected to the controller. While its queue is full, a thread waits.
+    """Return a socket connected to the controller. Raises UnavailableError."""
+    try:
+        sock = await connected(path, timeout_s)
+        try:
+            transport.check_server(sock, path)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise transport.unreachable(error, path) from None
+    return sock
+
+
+async def connected(path: str, timeout_s: float) -> socket.socket:
+    """Return a socket connected to `path`. While its queue is full, a thread waits.
 
     asyncio takes the EAGAIN of a unix socket for a connection that is under way.
+
+    Raises OSError: BlockingIOError after `timeout_s`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
@@ -272,10 +288,6 @@ async def _connected(path: str, timeout_s: float) -> socket.socket:
         except BlockingIOError:
             await asyncio.to_thread(transport.reach, sock, path, timeout_s)
             sock.setblocking(False)
-        transport.check_server(sock, path)
-    except OSError as error:
-        sock.close()
-        raise transport.unreachable(error, path) from None
     except BaseException:
         sock.close()
         raise

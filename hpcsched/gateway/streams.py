@@ -20,7 +20,8 @@ from typing import Any, cast
 from hpcnode.commands.step_client import INPUT_WINDOW
 from hpcnode.commands.tunnel import CLOSE, COUNT, DATA, OPEN, READY, TAKEN, WINDOW, TunnelError, frame_of, frames
 from hpcnode.wire import protocol
-from hpcsched.gateway.upstream import TIMEOUT_S, connected, is_controllers
+from hpcsched.client.aio import connected
+from hpcsched.gateway.upstream import is_controllers
 
 OPEN_S = 30.0  # for a step to start and be ready
 PIECE_BYTES = 64 << 10
@@ -80,12 +81,10 @@ class JobStep(asyncio.Protocol):
         """Return the step of a key. Raises StreamError."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                sock = await connected(path)
+            sock = await connected(path, OPEN_S)
             _, step = await loop.create_unix_connection(lambda: cls(key, path, holds=holds), sock=sock)
         except OSError as error:
-            why = error.strerror or f"no answer within {TIMEOUT_S:g} s"
-            raise StreamError(f"cannot reach the job: the controller is not reached: {why}") from None
+            raise StreamError(f"cannot reach the job: the controller is not reached: {error.strerror}") from None
         return step
 
     # ----- for users of the step

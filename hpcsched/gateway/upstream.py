@@ -16,11 +16,11 @@ from typing import NamedTuple, cast
 import httptools
 
 from hpcnode.os.trust import is_made_by
+from hpcsched.client.aio import connected
 
 MOST = 400  # connections; the controller allows an account 512
 IDLE_S = 20.0  # then a connection is not used again; the controller closes it after 30 s
 TIMEOUT_S = 60.0
-FULL_S = 0.02  # between tries to connect while too many connections wait to be accepted
 MAX_ANSWER_BYTES = 256 << 20
 _UCRED = struct.Struct("iII")
 
@@ -39,26 +39,6 @@ class UpstreamReply(NamedTuple):
     status: int
     headers: Mapping[str, str]  # names in lower case
     body: bytes
-
-
-async def connected(path: str) -> socket.socket:
-    """Return a connection to the controller's socket.
-
-    Waits while too many others wait. Raises OSError.
-    """
-    sock = socket.socket(socket.AF_UNIX)
-    sock.setblocking(False)
-    try:
-        while True:
-            try:
-                sock.connect(path)
-            except BlockingIOError:  # the queue of the socket is full; asyncio takes this for success
-                await asyncio.sleep(FULL_S)
-            else:
-                return sock
-    except BaseException:
-        sock.close()
-        raise
 
 
 def is_controllers(sock: socket.socket, path: str) -> bool:
@@ -112,7 +92,7 @@ class Upstream:
                 return connection, False
             connection.close()
         try:
-            sock = await connected(self._path)
+            sock = await connected(self._path, TIMEOUT_S)
         except OSError as error:
             why = error.strerror or str(error)
             raise UpstreamError(502, f"cannot answer: the controller does not run, or is not reached: {why}") from None

@@ -80,7 +80,7 @@ def crowded(tmp_path: Path) -> Iterator[tuple[socket.socket, int]]:
         yield server, others
 
 
-@pytest.mark.parametrize("client_of", ["blocking", "asyncio"])
+@pytest.mark.parametrize("client_of", ["blocking", "asyncio", "gateway"])
 def test_where_too_many_wait_to_be_served_a_client_waits_as_well(
     client_of: str, tmp_path: Path, crowded: tuple[socket.socket, int]
 ) -> None:
@@ -102,6 +102,8 @@ def test_where_too_many_wait_to_be_served_a_client_waits_as_well(
         patch.setattr(client, "reach", wait_for_the_client)  # it is called where the queue is full
         if client_of == "blocking":
             answer = client.call("GET", "/v1/ping", where=tmp_path / "s")
+        elif client_of == "gateway":
+            answer = json.loads(asyncio.run(Upstream(str(tmp_path / "s")).ask("GET", "/v1/ping", {})).body)
         else:
             step = Send("GET", "/v1/ping", None, 30.0)
             there = ClusterConnection(str(tmp_path / "s"), None, results="", calls=tmp_path, python="")
