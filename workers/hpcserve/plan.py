@@ -535,7 +535,7 @@ def shares(
     base: Sequence[float] | None = None,
     least: int = 0,
 ) -> list[int] | None:
-    """Share `units` so that the largest of base + count * cost is the smallest possible.
+    """Share `units` so that the largest base + count * cost, of counts above 0, is minimal.
 
     None if there is no room.
     """
@@ -575,10 +575,12 @@ def ideal_shares(
     while active:
         level = (left + sum(base[index] / costs[index] for index in active)) / sum(1 / costs[index] for index in active)
         parts = {index: (level - base[index]) / costs[index] for index in active}
-        full = [index for index in active if parts[index] > caps[index]]
-        settled = full or [index for index in active if parts[index] < 0]
+        held = {index: min(max(0.0, part), float(caps[index])) for index, part in parts.items()}
+        # With too much held the level falls, and empty places stay empty; else it rises, and full ones stay full.
+        falls = sum(held.values()) > left
+        settled = [index for index in active if (parts[index] < 0 if falls else parts[index] > caps[index])]
         for index in settled or active:
-            counts[index] = float(caps[index]) if full else max(0.0, parts[index])
+            counts[index] = held[index]
         if not settled:
             break
         left -= sum(counts[index] for index in settled)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpcserve.errors import ServeError
@@ -132,8 +132,12 @@ def test_tensor_widths_are_the_best_of_all(speeds, streams):
 
 @given(
     st.integers(1, 30),
-    st.lists(st.tuples(st.floats(0.1, 9), st.integers(0, 12), st.sampled_from([0.0, 3.0])), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.floats(0.1, 9), st.integers(0, 12), st.sampled_from([0.0, 3.0, 16.0])), min_size=1, max_size=4
+    ),
 )
+@example(1, [(1.0, 2, 0.0), (0.5, 0, 3.0)])
+@example(10, [(1.0, 10, 0.0), (1.0, 10, 16.0), (1.0, 10, 5.0)])
 @settings(max_examples=60)
 def test_shares_are_the_smallest_maximum(units, places):
     costs, caps, base = zip(*places, strict=True)
@@ -145,7 +149,7 @@ def test_shares_are_the_smallest_maximum(units, places):
     assert all(count <= cap for count, cap in zip(found, caps, strict=True))
 
     def worst(counts):
-        return max(start + count * cost for start, count, cost in zip(base, counts, costs, strict=True))
+        return max(start + count * cost for start, count, cost in zip(base, counts, costs, strict=True) if count)
 
     every = itertools.product(*(range(cap + 1) for cap in caps))
     assert worst(found) <= min(worst(one) for one in every if sum(one) == units) * (1 + 1e-9)
