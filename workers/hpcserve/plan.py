@@ -411,13 +411,18 @@ def candidates(task: PlanTask, nodes: Sequence[ServeNode]) -> list[PlanCandidate
 def arrangements(task: PlanTask, nodes: Sequence[ServeNode]) -> Iterator[tuple[Replica, ...]]:
     """Yield ways to make replicas of stages of nodes."""
     by_speed = sorted(nodes, key=lambda node: (node.weight_s(task.kind, 1), -node.free_bytes, node.name))
-    by_memory = sorted(nodes, key=lambda node: (-node.free_bytes, node.name))
+    by_memory = largest_first(nodes)
     for some in {tuple(by_speed[:MOST_TRIED]), tuple(by_memory[:MOST_TRIED])}:
         yield from all_arrangements(task, some)
     if len(nodes) > MOST_TRIED:
         yield from regular_arrangements(task, by_speed)
         if len(nodes) <= MOST_TENSOR_RANKS:
             yield from regular_arrangements(task, by_memory)
+
+
+def largest_first(nodes: Sequence[ServeNode]) -> list[ServeNode]:
+    """Return nodes by their free memory."""
+    return sorted(nodes, key=lambda node: (-node.free_bytes, node.name))
 
 
 def all_arrangements(task: PlanTask, nodes: Sequence[ServeNode]) -> Iterator[tuple[Replica, ...]]:
@@ -446,7 +451,7 @@ def partitions(nodes: Sequence[ServeNode]) -> Iterator[tuple[Stage, ...]]:
 
 def regular_arrangements(task: PlanTask, nodes: Sequence[ServeNode]) -> Iterator[tuple[Replica, ...]]:
     """Yield arrangements of the first nodes of a list in groups of about the same size."""
-    sizes = (*(count for count in REGULAR_SIZES if count < len(nodes)), len(nodes))
+    sizes = regular_sizes(len(nodes))
     for used, replicas, stages in itertools.product(sizes, sizes, sizes):
         if (
             replicas * stages <= used
@@ -455,6 +460,11 @@ def regular_arrangements(task: PlanTask, nodes: Sequence[ServeNode]) -> Iterator
             and stages <= task.shape.layers
         ):
             yield tuple(dealt(group, stages) for group in dealt(nodes[:used], replicas))
+
+
+def regular_sizes(most: int) -> list[int]:
+    """Return how many nodes, groups or stages regular arrangements of `most` nodes have."""
+    return [*(count for count in REGULAR_SIZES if count < most), most]
 
 
 def dealt(nodes: Sequence[ServeNode], count: int) -> tuple[Stage, ...]:
@@ -731,8 +741,6 @@ def stage_s(
 
 def sum_s(link: LinkFacts, ranks: int, size: float) -> float:
     """Return the time to sum `size` bytes over ranks: each to each if small, else in a ring."""
-    if ranks == 1:
-        return 0.0
     return min(link.send_s((ranks - 1) * size), 2 * (ranks - 1) * link.send_s(size / ranks))
 
 
@@ -930,9 +938,9 @@ def whole_bytes(task: PlanTask, streams: int) -> int:
 
 def can_fit(task: PlanTask, nodes: Sequence[ServeNode]) -> bool:
     """Return whether one replica fits an arrangement that uses much of the nodes' memory."""
-    by_memory = sorted(nodes, key=lambda node: (-node.free_bytes, node.name))
+    by_memory = largest_first(nodes)
     few = [some for count in range(1, MOST_TRIED + 1) for some in itertools.combinations(by_memory[:MOST_TRIED], count)]
-    counts = [*(count for count in REGULAR_SIZES if count < len(nodes)), len(nodes)]
+    counts = regular_sizes(len(nodes))
     ways = itertools.chain(
         (tuple((node,) for node in by_memory[:count]) for count in counts if count <= task.shape.layers),
         (dealt(by_memory[:count], -(-count // MOST_TENSOR_RANKS)) for count in counts),
