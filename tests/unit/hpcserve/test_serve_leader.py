@@ -12,6 +12,7 @@ import pytest
 
 from hpcserve.errors import GroupLost, InvalidRequest, OverloadedError, ServeError
 from hpcserve.group.leader import (
+    MOST_LOSSES,
     GroupEngine,
     LeaderConnection,
     LeaderEnd,
@@ -101,6 +102,15 @@ class CountingEngine:
         return {"steps_total": 4.0}
 
 
+class LostEngine(CountingEngine):
+    """An engine whose ranks are lost, which its leader has not noticed yet."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        self.asked.append(request)
+        raise GroupLost("rank 1 is lost")
+        yield
+
+
 class FrontAndLeaders:
     """A front's engine, and leaders of one generation after the other."""
 
@@ -157,6 +167,37 @@ async def test_a_stream_continues_with_the_next_generation_without_a_gap_or_repe
     assert second.asked[0].sampling.seed == 3
     assert not second.asked[0].prompt_logprobs, "the first event had them"
     assert world.engine.metrics()["resumed_streams_total"] == 1
+    await world.end()
+
+
+@played
+async def test_a_leader_whose_ranks_are_lost_is_not_asked_again() -> None:
+    world, first = FrontAndLeaders(), LostEngine()
+    await world.start()
+    await world.lead(first)
+    stream = world.engine.generate(REQUEST)
+    event = asyncio.ensure_future(anext(stream))
+    while world.engine.is_ready and not event.done():
+        await asyncio.sleep(0)
+    await world.lead(CountingEngine())
+    assert (await event).token == 10
+    assert len(first.asked) == 1
+    await stream.aclose()
+    await world.end()
+
+
+@played
+async def test_a_request_that_loses_one_generation_after_the_other_ends_with_an_error() -> None:
+    world = FrontAndLeaders()
+    await world.start()
+    event = asyncio.ensure_future(anext(world.engine.generate(REQUEST)))
+    for _ in range(MOST_LOSSES + 1):
+        assert not event.done()
+        await world.lead(LostEngine())
+        while world.engine.is_ready:
+            await asyncio.sleep(0)
+    with pytest.raises(ServeError, match="9 generations were lost computing its next token"):
+        await event
     await world.end()
 
 

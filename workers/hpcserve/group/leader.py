@@ -237,11 +237,16 @@ class LeaderConnection:
         self._lost: GroupLost | None = None
 
     async def read(self) -> None:
-        """Hand out what the leader sends, until the connection ends; then its streams are lost."""
+        """Hand out what the leader sends, until its connection or its generation is over.
+
+        Its streams are lost then.
+        """
         while (message := await self._line.receive()) is not None:
             if message["type"] == "load":
                 self._note(EngineLoad(**message["load"]), message["metrics"])
                 continue
+            if message["type"] == "error" and message["kind"] == "lost":
+                break  # the leader may stay connected for a moment, in which all requests are lost at once
             queue = self._streams.get(int(message["stream"]))
             if queue is not None:
                 queue.put_nowait(event_of(message["event"]) if message["type"] == "event" else error_of(message))
