@@ -81,7 +81,7 @@ class AnswerMeter:
         self.is_stream = is_stream
         self.prompt_tokens = self.completion_tokens = 0
         self.failure = ""  # of the replica: another one may continue the stream
-        self.is_done = False
+        self.is_done = False  # the client has the end of the stream, or an error that no other replica can mend
         self._sent = SentStream(name) if name else None
         self._has_usage = False
         self._shows_usage = shows_usage
@@ -139,7 +139,7 @@ class AnswerMeter:
             self.failure = failure_of(event[5:])
             if self.failure:
                 return b""
-        self.is_done = self.is_done or event == DONE
+        self.is_done = self.is_done or event == DONE or event.startswith(_ERROR)
         if b'"usage"' in event and event.startswith(b"data:"):
             choices = self._take(event[5:])
             if choices == [] and not self._shows_usage:

@@ -520,6 +520,8 @@ class ModelGateway:
                 begun.replica.failed(str(error))
                 if not meter.failure:
                     begun.replica.is_ready = False  # until it is asked again
+                if meter.is_done:
+                    return
                 if meter.stream is None or breaks > MAX_BREAKS:
                     raise
                 why = str(error)

@@ -23,7 +23,7 @@ from waiting import played
 from hpcsched.gateway.model_answers import MAX_TOKENS, AnswerMeter, SentStream
 from hpcsched.gateway.serving import MAX_BREAKS, StreamError
 from hpcserve.api.guard import ApiLimits
-from hpcserve.errors import GroupLost
+from hpcserve.errors import GroupLost, InvalidRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -94,7 +94,7 @@ async def test_a_stream_that_breaks_off_anywhere_is_that_of_an_undisturbed_run(k
     async with replicas(answer) as (_, apps):
         whole = await asked(ServedGateway(*apps), path, fields)
         events = whole.count(b"\n\n")
-        for first in range(events):
+        for first in range(events + 1):  # the last one: after the end, before the connection is closed
             gateway = ServedGateway(*apps, breaks=[first], within=within)
             found, names = read(await asked(gateway, path, fields))
             assert found == read(whole)[0], first
@@ -138,6 +138,19 @@ async def test_a_replica_that_loses_its_ranks_says_so_and_another_one_continues(
         found, _ = read(await asked(gateway, CHAT, {}))
         assert "".join(one["choices"][0]["delta"].get("content", "") for one in found[0]) == FINE
         assert gateway.replica().is_ready  # it says by itself whether it is
+
+
+@played
+async def test_an_error_that_no_other_replica_can_mend_ends_the_stream() -> None:
+    async with replicas(FINE) as (engines, apps):
+        for engine in engines:
+            engine.fails_after = 2, InvalidRequest("cannot continue: the request is wrong")
+        gateway = ServedGateway(*apps)
+        text = await asked(gateway, CHAT, {})
+        assert json.loads(text.split(b"\n\n")[-2][6:])["error"]["message"] == "cannot continue: the request is wrong"
+        assert text.count(b'"error"') == 1
+        assert [job for job, _ in gateway.asked] == [1]
+        assert gateway.replica().errors == 0
 
 
 @played
