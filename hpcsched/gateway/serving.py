@@ -42,6 +42,7 @@ from hpcsched.gateway.jobproxy import JobExchange
 from hpcsched.gateway.model_answers import NEW, RESUMED, STREAM_HEADER, AnswerMeter, SentStream
 from hpcsched.gateway.streams import MOST_CONNECTIONS, JobTunnel, StreamError, TunnelConnection
 from hpcsched.gateway.upstream import UpstreamError, UpstreamReply
+from hpcsched.listing.text import clean
 from hpcsched.model.service import MAX_USED_ROWS
 
 log = logging.getLogger("hpcsched.gateway")
@@ -558,7 +559,7 @@ class ModelGateway:
             raise StreamError(f"{why}; {error}") from None
         finally:
             beginning.cancel()
-        log.info("a stream of job %d continues at job %d: %s", lost.job, begun.replica.job, why)
+        log.info("a stream of job %d continues at job %d: %s", lost.job, begun.replica.job, clean(why[:300]))
         if 400 <= begun.head.status_code < 500:
             message = _message_of(await anext(begun.exchange.body(), b""))
             raise StreamError(f"{why}; job {begun.replica.job} does not continue: {message}")

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from waiting import played
 
 from hpcsched.gateway.model_answers import MAX_CHOICES, MAX_TOKENS, SentStream
-from hpcsched.gateway.serving import MAX_BREAKS, Replica, StreamError
+from hpcsched.gateway.serving import MAX_BREAKS, Replica, StreamError, error_object
 from hpcserve.api.guard import key_of
 from hpcserve.batching import Batcher, BatchLimits
 from hpcserve.requests import GenerateRequest
@@ -218,3 +218,26 @@ async def test_d7_a_stream_of_replicas_that_always_break_off_ends() -> None:
     assert text.count(b"data: 1\n\n") == MAX_BREAKS + 1 == len(gateway.asked)
     assert gateway._active == {}
     assert all(gateway.replica(job).active == 0 for job in range(1, MAX_BREAKS + 4))
+
+
+class FailingAnswer(FakeAnswer):
+    """The answers of a replica that says why it cannot continue, and of one that ends the stream."""
+
+    def __init__(self, why: str) -> None:
+        self.parts = [b"data: " + json.dumps(error_object(503, why)).encode() + b"\n\n", b"data: [DONE]\n\n"]
+
+    async def body(self) -> AsyncIterator[bytes]:
+        yield self.parts.pop(0)
+
+
+@played
+async def test_d7_a_replica_cannot_write_lines_of_its_own_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    gateway = OddGateway(2)
+    await gateway.synced()
+    gateway.app.body |= {"stream": True}
+    gateway.answer = FailingAnswer("gone\n2026-01-01 ERROR hpcsched.gateway: \x1b[31mforged")
+    with caplog.at_level("INFO", "hpcsched.gateway"):
+        await text_of(await gateway.ask(request()))
+    (message,) = caplog.messages
+    assert message.startswith("a stream of job 1 continues at job 2: gone")
+    assert message.isprintable()
