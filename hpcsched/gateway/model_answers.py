@@ -48,18 +48,23 @@ class SentStream:
         try:
             index, tokens, is_over = json.loads(text)
             made = array("i", tokens)
-            known = type(index) is int and index >= 0 and type(is_over) is bool and min(made, default=0) >= 0
+            known = type(index) is int and 0 <= index < MAX_CHOICES and type(is_over) is bool
+            known = known and min(made, default=0) >= 0
         except (ValueError, TypeError, OverflowError, RecursionError):
             known = False
-        if not known or self._count + len(made) > MAX_TOKENS or len(self._tokens) > MAX_CHOICES:
-            self.is_whole = False
-            self._tokens.clear()
+        if not known or self._count + len(made) > MAX_TOKENS:
+            self.give_up()
         if not self.is_whole:
             return
         self._count += len(made)
         self._tokens.setdefault(index, array("i")).extend(made)
         if is_over:
             self._over.add(index)
+
+    def give_up(self) -> None:
+        """Forget the tokens: no other replica can continue the stream."""
+        self.is_whole = False
+        self._tokens.clear()
 
     def resumed(self) -> Json:
         """Return what another replica needs to continue."""
@@ -108,7 +113,8 @@ class AnswerMeter:
         if len(self._rest) > MAX_EVENT_BYTES:
             kept.append(self._rest)
             self._rest = b""
-            self._sent = None
+            if self._sent is not None:
+                self._sent.give_up()
         return b"".join(kept)
 
     def end(self) -> bytes:

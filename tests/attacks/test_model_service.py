@@ -22,7 +22,7 @@ from small_tokenizers import byte_level
 from starlette.testclient import TestClient
 from waiting import played
 
-from hpcsched.gateway.model_answers import MAX_CHOICES, MAX_TOKENS, SentStream
+from hpcsched.gateway.model_answers import MAX_CHOICES, MAX_EVENT_BYTES, MAX_TOKENS, SentStream
 from hpcsched.gateway.serving import MAX_BREAKS, Replica, StreamError, error_object
 from hpcserve.api.guard import key_of
 from hpcserve.batching import Batcher, BatchLimits
@@ -197,13 +197,26 @@ async def test_d7_a_stream_with_odd_tokens_passes_and_is_not_continued(odd: byte
     assert len(gateway.asked) == 1
 
 
+@played
+async def test_d7_a_stream_with_a_long_event_passes_without_its_tokens_and_is_not_continued() -> None:
+    gateway = OddGateway(2)
+    await gateway.synced()
+    gateway.app.body |= {"stream": True}
+    long = b"data: " + b"x" * MAX_EVENT_BYTES
+    first, last = b": tokens [0,[1],false]\ndata: 1\n\n", b"y\n\n: tokens [0,[2],false]\ndata: 2\n\n"
+    gateway.answer = OddAnswer(first, long, last)
+    text = await text_of(await gateway.ask(request()))
+    assert text.startswith(b"data: 1\n\n" + long + b'y\n\ndata: 2\n\ndata: {"error"')
+    assert len(gateway.asked) == 1
+
+
 def test_d7_what_a_replica_says_of_a_stream_takes_bounded_memory() -> None:
     for said_of in ([[0, [1] * 1000, False]] * 100, [[index, [], False] for index in range(MAX_CHOICES + 2)]):
         stream = SentStream("name")
         for one in said_of:
             stream.take(json.dumps(one).encode())
             assert sum(map(len, stream._tokens.values())) <= MAX_TOKENS
-            assert len(stream._tokens) <= MAX_CHOICES + 1
+            assert len(stream._tokens) <= MAX_CHOICES
         assert not stream.is_whole
     assert not SentStream("x" * 10_000).is_whole
 
