@@ -112,6 +112,14 @@ def upsert(table: Table) -> Insert:
     return made.on_conflict_do_update(index_elements=keys, set_=changes)
 
 
+def adding(table: Table) -> Insert:
+    """Return the statement that writes a row, or adds to the row with the same primary key."""
+    made = insert(table)
+    keys = table.primary_key.columns.keys()
+    sums = {column.name: column + made.excluded[column.name] for column in table.columns if column.name not in keys}
+    return made.on_conflict_do_update(index_elements=keys, set_=sums)
+
+
 def place(name: str) -> BindParameter[Any]:
     """Return the place of a value that is bound when the statement runs."""
     return bindparam(name, required=False)

@@ -53,7 +53,7 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.fairshare import UsedResources
 from hpcsched.state.transaction import NotedRequest, StepRecord, WriteBatch
-from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
+from hpcsched.store.engine import PUT_META, Row, Statement, adding, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (
     COUNTED,
     Env,
@@ -910,41 +910,11 @@ _END_STEPS = Statement(update(steps).where(_OF_ATTEMPT, steps.c.state == "RUNNIN
 _FORGET_STEPS = Statement(update(steps).where(_OF_ATTEMPT, steps.c.kept.is_not(None)).values(kept=null()))
 
 _PUT_TRAINING = Statement(upsert(training))
-_new_energy = insert(energies)
-_ADD_ENERGY = Statement(
-    _new_energy.on_conflict_do_update(
-        index_elements=energies.primary_key.columns.keys(),
-        set_={"joules": energies.c.joules + _new_energy.excluded.joules},
-    )
-)
+_ADD_ENERGY = Statement(adding(energies))
 _ENERGIES = Statement(select(energies).where(energies.c.job_id.in_(_PLACES)).order_by(energies.c.job_id))
-_new_gpu_use = insert(gpu_uses)
-_ADD_GPU_USE = Statement(
-    _new_gpu_use.on_conflict_do_update(
-        index_elements=gpu_uses.primary_key.columns.keys(),
-        set_={
-            "seen_s": gpu_uses.c.seen_s + _new_gpu_use.excluded.seen_s,
-            "busy_s": gpu_uses.c.busy_s + _new_gpu_use.excluded.busy_s,
-        },
-    )
-)
-_new_service_use = insert(service_uses)
-_ADD_SERVICE_USE = Statement(
-    _new_service_use.on_conflict_do_update(
-        index_elements=service_uses.primary_key.columns.keys(),
-        set_={
-            name: service_uses.c[name] + _new_service_use.excluded[name]
-            for name in ("requests", "prompt_tokens", "completion_tokens")
-        },
-    )
-)
-_new_service_charge = insert(service_charges)
-_ADD_SERVICE_CHARGE = Statement(
-    _new_service_charge.on_conflict_do_update(
-        index_elements=service_charges.primary_key.columns.keys(),
-        set_={"charged_s": service_charges.c.charged_s + _new_service_charge.excluded.charged_s},
-    )
-)
+_ADD_GPU_USE = Statement(adding(gpu_uses))
+_ADD_SERVICE_USE = Statement(adding(service_uses))
+_ADD_SERVICE_CHARGE = Statement(adding(service_charges))
 _charges_of_uses = service_uses.outerjoin(
     service_charges,
     and_(*(column == service_charges.c[column.name] for column in service_uses.primary_key.columns)),
