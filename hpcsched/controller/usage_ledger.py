@@ -7,7 +7,6 @@ for each plan would cost more than the plan.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.errors import RateLimitError, RequestError
@@ -48,9 +47,7 @@ class UsageLedgerCache:
         elif not 0.0 <= now_s - self._made_at_s < REFRESH_S:
             factors = factors_of(accounting, charged(self._cluster, now_s))
             self._factors, self._made_at_s = tuple(factors.items()), now_s
-        used: tuple[UsedResources, ...] = ()
-        if _bounds_usage(accounting):
-            used = tuple(at(row, now_s, accounting.half_life_s) for row in self._cluster.usage.values())
+        used = bounded_use(self._cluster, now_s)
         return UsageLedger(accounting=accounting, fairshare=self._factors, used=used)
 
     def forget(self) -> None:
@@ -62,6 +59,14 @@ def _bounds_usage(accounting: Accounting) -> bool:
     """Return whether any limit is on accumulated usage."""
     holders: tuple[Account | UserRules | Qos, ...] = (*accounting.accounts, *accounting.users, *accounting.qos)
     return any(holder.limits.grp_tres_mins for holder in holders)
+
+
+def bounded_use(cluster: ClusterState, now_s: float) -> tuple[UsedResources, ...]:
+    """Return the decayed usage of ended jobs for limits on it; () if there is no such limit."""
+    accounting = cluster.config.accounting
+    if not _bounds_usage(accounting):
+        return ()
+    return tuple(at(row, now_s, accounting.half_life_s) for row in cluster.usage.values())
 
 
 def used_now(cluster: ClusterState, now_s: float) -> list[UsedResources]:
@@ -92,25 +97,15 @@ def charged(cluster: ClusterState, now_s: float) -> dict[Association, float]:
 
 def move_charge(tx: Transaction, payer: UsageKey, association: Association, billing_s: float) -> None:
     """Charge an association with `billing_s` more, and `payer` with as much less."""
-    _charge(tx, payer, -billing_s)
-    _charge(tx, (*association, ""), billing_s)
-
-
-def _charge(tx: Transaction, key: UsageKey, billing_s: float) -> None:
-    account, user, qos = key
-    known = tx.cluster.usage.get(key) or UsedResources(account=account, user=user, qos=qos, at_s=tx.now_s)
-    half_life_s = tx.cluster.config.accounting.half_life_s
-    tx.put_usage(plus(at(known, tx.now_s, half_life_s), ((BILLING, billing_s),)))
+    tx.add_usage(payer, ((BILLING, -billing_s),), tx.now_s)
+    tx.add_usage((*association, ""), ((BILLING, billing_s),), tx.now_s)
 
 
 def check_unspent(cluster: ClusterState, account: str, user: str, now_s: float) -> None:
     """Raise RateLimitError if the user or the account has reached a limit on billing-minutes."""
     accounting = cluster.config.accounting
-    if not _bounds_usage(accounting):
-        return
     account, user = accounting.association_of(user, account)
-    rows = [at(used, now_s, accounting.half_life_s) for used in cluster.usage.values()]
-    if why := spent_text(accounting, rows, account, user):
+    if why := spent_text(accounting, bounded_use(cluster, now_s), account, user):
         raise RateLimitError(f"cannot ask the model: {why}; usage decays, or ask an admin", SPENT_WAIT_S)
 
 
@@ -137,9 +132,7 @@ def reset(tx: Transaction, identity: Identity, accounts: Sequence[str], users: S
     for row in rows:
         if (accounts and not accounting.is_part_of(row.account, accounts)) or (users and row.user not in users):
             continue
-        known = cluster.usage.get(row.key) or replace(row, amounts=())
-        less = tuple((name, -amount) for name, amount in row.amounts)
-        tx.put_usage(plus(at(known, tx.now_s, accounting.half_life_s), less))
+        tx.add_usage(row.key, tuple((name, -amount) for name, amount in row.amounts), tx.now_s)
         found[row.account, row.user] = None
     return list(found)
 

@@ -251,6 +251,7 @@ def _classic(
 
 
 Amounts = tuple[tuple[str, float], ...]  # resource and resource-seconds
+UsageKey = tuple[str, str, str]  # account, user and QOS
 Weights = Mapping[str, float]
 GpuTypes = Mapping[NodeName, Mapping[int, str]]  # of each node, by index
 
@@ -269,7 +270,7 @@ class UsedResources:
     amounts: Amounts = ()
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> UsageKey:
         return self.account, self.user, self.qos
 
 
@@ -411,10 +412,7 @@ def by_association(rows: Iterable[UsedResources]) -> dict[Association, float]:
 
 # ----- tokens of services
 
-
 CREDIT_S = 3600.0  # a request may be charged so long after its replica has worked for it
-
-UsageKey = tuple[str, str, str]  # account, user and QOS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

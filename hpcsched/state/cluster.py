@@ -32,7 +32,7 @@ from hpcsched.model.service import Service
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Wait
-from hpcsched.sched.fairshare import UsedResources
+from hpcsched.sched.fairshare import UsageKey, UsedResources
 
 BLOCKED = "runs what was launched before the database was restored: hctl strays"
 
@@ -250,7 +250,7 @@ class ClusterState:
     # The keys of jobs are derived from it; empty: jobs get none.
     jobs_secret: bytes = field(default=b"", repr=False)
     # Usage of released resources, charged.
-    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
+    usage: dict[UsageKey, UsedResources] = field(default_factory=dict)
     # Last status from the programs of active jobs.
     training: dict[JobId, TrainingStatus] = field(default_factory=dict)
     # What a running job uses, by the last samples of its nodes; None: not known.

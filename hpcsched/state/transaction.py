@@ -58,7 +58,7 @@ from hpcsched.model.reservation import Reservation
 from hpcsched.model.service import Service
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.fairshare import UsedResources, at, charge_of, plus, weights_of
+from hpcsched.sched.fairshare import Amounts, UsageKey, UsedResources, at, charge_of, plus, weights_of
 from hpcsched.state.cluster import ClusterState, set_apart
 
 SHOWN_DIFFERENCES = 20  # objects of one request in the audit log
@@ -140,7 +140,7 @@ class WriteBatch:
     cluster_events: list[ClusterEvent] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRecord] = field(default_factory=dict)
-    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
+    usage: dict[UsageKey, UsedResources] = field(default_factory=dict)
     requests: list[NotedRequest] = field(default_factory=list)
     answers: dict[tuple[int, str], str] = field(default_factory=dict)  # of noted requests, by uid and request id
     partitions: dict[str, PartitionState] = field(default_factory=dict)  # states set by admins
@@ -360,6 +360,12 @@ class Transaction:
         self._set("usage", used.key, used)
         self.batch.usage[used.key] = used
 
+    def add_usage(self, key: UsageKey, amounts: Amounts, at_s: float) -> None:
+        """Add the usage `amounts` of the time `at_s` to that of an account, user and QOS."""
+        account, user, qos = key
+        known = self.cluster.usage.get(key) or UsedResources(account=account, user=user, qos=qos, at_s=at_s)
+        self.put_usage(plus(at(known, at_s, self.cluster.config.accounting.half_life_s), amounts))
+
     def put_step(self, step: StepRecord) -> None:
         """Add a step's row to the commit."""
         self.batch.steps[(step.job_id, step.attempt, step.step)] = step
@@ -548,9 +554,7 @@ class Transaction:
         weights = weights_of(accounting, cluster.partitions.get(before.partition))
         amounts = charge_of(before, after, at_s, accounting, weights, cluster.gpu_types(before))
         account, user = accounting.association_of(before.user, before.account)
-        known = cluster.usage.get((account, user, before.qos))
-        used = known or UsedResources(account=account, user=user, qos=before.qos, at_s=at_s)
-        self.put_usage(plus(at(used, at_s, accounting.half_life_s), amounts))
+        self.add_usage((account, user, before.qos), amounts, at_s)
 
     def _set(self, table: str, key: Any, value: Any) -> None:
         """Set a value in a table of the cluster; None deletes it."""
