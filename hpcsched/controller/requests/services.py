@@ -481,8 +481,11 @@ def _charged(tx: Transaction, loads: ServiceLoads, used: Sequence[ServiceUse]) -
     """Charge users instead of owners for tokens; return the usage with what was charged."""
     cluster, accounting = tx.cluster, tx.cluster.config.accounting
     for service in cluster.services.values():
-        if (cost := _cost_of(cluster, service)) is not None:
-            loads.credits[service.name] = accrued(loads.credits.get(service.name), *cost, tx.now_s)
+        known, cost = loads.credits.get(service.name), _cost_of(cluster, service)
+        if cost is not None:
+            loads.credits[service.name] = accrued(known, *cost, tx.now_s)
+        elif known is not None:
+            loads.credits[service.name] = replace(known, at_s=tx.now_s)  # no replica runs, so this time costs nothing
     prices = dict(accounting.token_billing)
     found = []
     for one in used:
@@ -498,7 +501,7 @@ def _charged(tx: Transaction, loads: ServiceLoads, used: Sequence[ServiceUse]) -
 
 
 def _cost_of(cluster: ClusterState, service: Service) -> tuple[UsageKey, float] | None:
-    """Return who pays for the running replicas of a service, and their billing of a second."""
+    """Return who pays for the running replicas, and their billing per second; None: none runs."""
     accounting = cluster.config.accounting
     payer: UsageKey | None = None
     per_s = 0.0

@@ -22,8 +22,10 @@ from hpcsched.errors import (
     RateLimitError,
     RequestError,
 )
+from hpcsched.lifecycle.node import NodeDrained, NodeResumed
 from hpcsched.model.accounting import Account, Accounting, Limits, ServiceUse
 from hpcsched.model.codec import spec_from_json, spec_to_json
+from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 from hpcsched.model.service import Audience, Service
 from hpcsched.sched.replicas import ReplicaLoad, ServiceLoad
@@ -387,6 +389,32 @@ def test_all_users_together_pay_no_more_than_the_replicas_cost() -> None:
     cluster.tick(20.0)
     asked(cluster, "bob", 1 << 40)
     assert billed(cluster)["bob"] == 120
+
+
+def test_no_more_than_the_cost_of_the_last_hour_can_be_charged() -> None:
+    cluster = priced()
+    for _ in range(2):
+        cluster.tick(3000.0)
+        asked(cluster, "ann", 0)
+    asked(cluster, "bob", 1 << 40)
+    assert billed(cluster)["bob"] == 3600
+
+
+def test_time_without_a_running_replica_costs_nothing_that_can_be_charged() -> None:
+    cluster = priced()
+    asked(cluster, "bob", 25)
+    cluster.ask(lambda tx: tx.record_node(NodeDrained(node=NodeName("n1"), at_s=tx.now_s, why="fan", by="root")))
+    (job_id,) = jobs_of(cluster)
+    cluster.end(job_id)
+    cluster.gone(job_id, "n1")
+    cluster.tick(1000.0)
+    asked(cluster, "ann", 0)
+    cluster.ask(lambda tx: tx.record_node(NodeResumed(node=NodeName("n1"), at_s=tx.now_s, by="root")))
+    cluster.tick()
+    cluster.run(jobs_of(cluster)[0])
+    cluster.tick(30.0)
+    asked(cluster, "bob", 1 << 40)
+    assert billed(cluster)["bob"] == 130
 
 
 def test_without_a_price_the_owner_pays_for_all() -> None:
