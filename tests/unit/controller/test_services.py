@@ -438,4 +438,5 @@ def test_a_user_whose_account_has_spent_its_minutes_asks_no_service_of_others() 
         services.use(cluster.state, BOB, {"name": "chat"}, cluster.now_s)
     assert services.use(cluster.state, BOB, {"name": "chat"}, cluster.now_s + 100)["account"] == "guests"  # it decays
     asked(cluster, "ann", 1000)
+    cluster.ask(lambda tx: tx.add_usage(("lab", "ann", ""), (("billing", 200.0),), tx.now_s))  # of other jobs
     assert services.use(cluster.state, ANN, {"name": "chat"}, cluster.now_s)["account"] == "lab"

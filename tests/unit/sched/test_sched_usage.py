@@ -11,7 +11,9 @@ from hpcsched.model.accounting import Accounting, Qos
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Partition
 from hpcsched.sched.fairshare import (
+    ServiceCredit,
     UsedResources,
+    accrued,
     at,
     by_association,
     charge_of,
@@ -116,3 +118,9 @@ def test_nodes_and_licences_with_a_weight_are_billed_as_long_as_they_are_held() 
     assert [billed(charge) for charge in charges] == [20 * (4 + 10), 60 * (4 + 10 + 200)]
     stopped = replace(before, charged_until_s=T0 + 30, charged_cpu_s=8 * 30)
     assert billed(charge_of(before, stopped, T0 + 30, FOR_EVER, weights, {})) == 30 * (8 + 20 + 200)
+
+
+def test_a_service_whose_replicas_are_charged_to_another_begins_without_credit() -> None:
+    known = ServiceCredit(payer=("p", "ann", ""), at_s=T0, billing_s=5.0)
+    assert accrued(known, ("p", "ann", ""), 2.0, T0 + 10).billing_s == 25.0
+    assert accrued(known, ("q", "ann", ""), 2.0, T0 + 10) == ServiceCredit(payer=("q", "ann", ""), at_s=T0 + 10)
