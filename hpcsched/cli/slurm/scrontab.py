@@ -19,7 +19,7 @@ from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.build import SubmissionWords, build_submission, check_no_service, read_layers
 from hpcsched.jobscript.options import parse_command_line
 from hpcsched.listing.text import clean
 from hpcsched.model.codec import spec_to_json
@@ -154,6 +154,8 @@ def _job(line: CronLine, user: str) -> Json:
     )
     try:
         read = parse_command_line(argv)
-        return spec_to_json(build_submission(submitted, read, read_layers(submitted, read), time.time()).spec)
+        layers = read_layers(submitted, read)
+        check_no_service(layers)
+        return spec_to_json(build_submission(submitted, read, layers, time.time()).spec)
     except RequestError as error:
         raise RequestError(f"cannot take line {line.number} of the crontab: {error}") from None

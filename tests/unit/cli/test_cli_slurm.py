@@ -14,7 +14,7 @@ from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step,
 
 from hpcnode.commands import slurm_text
 from hpcsched.cli import hacct, hcancel, hinfo, hprio, hqueue, hshare, hsub
-from hpcsched.cli.slurm import sacctmgr, scontrol, sdiag, sstat
+from hpcsched.cli.slurm import sacctmgr, scontrol, scrontab, sdiag, sstat
 from hpcsched.commands import queue
 from hpcsched.errors import UsageError
 
@@ -611,3 +611,14 @@ def test_what_sacct_cannot_show_it_says_in_slurm_s_words(argv: list[str], says: 
     api.answers["GET /v1/jobs"] = (404, {"error": "Invalid job id specified: no one", "kind": "NotFoundError"})
     assert hacct.sacct(argv) == 1
     assert capsys.readouterr().err.endswith(says)
+
+
+# ----- scrontab
+
+
+def test_an_entry_of_a_crontab_is_no_service(tmp_path: Path, api: FakeApi, capsys: Out) -> None:
+    path = tmp_path / "crontab"
+    path.write_text("#SCRON --serve=chat\n0 4 * * * ./serve\n")
+    assert scrontab.main([str(path)]) == 1
+    assert "line 2 of the crontab: cannot start a service here" in capsys.readouterr().err
+    assert api.asked == []
