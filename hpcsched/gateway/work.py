@@ -52,19 +52,7 @@ FIELDS = (
     ("dependency", "After other jobs", "afterok:12"),
 )
 # Options of the command itself that would change what the page does.
-NOT_HERE = (
-    "help",
-    "version",
-    "dry-run",
-    "test-only",
-    "wait",
-    "each",
-    "serve",
-    "wrap",
-    "request-id",
-    "parsable",
-    "json",
-)
+NOT_HERE = ("help", "version", "dry-run", "test-only", "wait", "each", "wrap", "request-id", "parsable", "json")
 FIRST_SCRIPT = "#!/bin/bash\n#HSUB --time=1:00:00\n\n"
 MAX_SUBMISSION_BYTES = 2 << 20
 SHOWN_BYTES = 256 << 10  # of a file on its page
