@@ -136,6 +136,7 @@ ALONE = [
     "--test-only",
     "--begin=now",
     "--each",
+    "--serve=chat",
     "--dry-run",
     "--deadline=16:00",
 ]

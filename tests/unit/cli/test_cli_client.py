@@ -24,7 +24,7 @@ from hpcnode.os import trust
 from hpcnode.wire import sockets
 from hpcsched import client, errors
 from hpcsched.client import aio
-from hpcsched.client.jobs import ClusterConnection
+from hpcsched.client.jobs import ClusterConnection, SubmitPlace, prepare_script
 from hpcsched.client.protocol import Send
 from hpcsched.gateway.upstream import Upstream, UpstreamError
 from hpctrain.heartbeat import Heartbeat
@@ -341,3 +341,10 @@ def test_an_answer_that_comes_before_all_was_sent_is_read(tmp_path: Path) -> Non
         thread.join()
     assert response.status == 413
     assert response.body.startswith(b'{"error":"cannot read it')
+
+
+def test_a_script_that_is_to_be_a_service_is_not_submitted_as_a_job() -> None:
+    place = SubmitPlace(work_dir="/", environ={}, host="head", calls=None, python="python3")
+    assert prepare_script(place, "#!/bin/sh\n#HSUB --mem=1G\nserver\n", (), {}, "").spec.mem_per_node_mib == 1024
+    with pytest.raises(errors.RequestError, match="cannot start a service here, because of --serve"):
+        prepare_script(place, "#!/bin/sh\n#HSUB --serve=chat\nserver\n", (), {}, "")
