@@ -387,6 +387,9 @@ def _login_environment(how: str | bool) -> dict[str, str]:
     limit_s = whole_number(found[1], "--get-user-env") if found[1] else USER_ENV_S
     try:
         run = subprocess.run(command, env={**own, **few}, capture_output=True, timeout=limit_s, check=True, cwd="/")
+    except subprocess.TimeoutExpired:
+        advice = f"its profile takes longer than {limit_s} s; allow it more time: --get-user-env={max(60, 10 * limit_s)}{found[2]}"
+        raise HallocError(f"cannot get the environment of {account.pw_name}'s login shell: {advice}") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise HallocError(f"cannot get the environment of {account.pw_name}'s login shell: {error}") from None
     pairs = (entry.partition("=") for entry in run.stdout.decode("utf-8", "surrogateescape").split("\0"))

@@ -198,7 +198,7 @@ async def test_d7_a_stream_with_odd_tokens_passes_and_is_not_continued(odd: byte
 
 
 @played
-async def test_d7_a_stream_with_a_long_event_passes_without_its_tokens_and_is_not_continued() -> None:
+async def test_d7_a_stream_with_a_long_event_passes_without_tokens_and_is_not_continued() -> None:
     gateway = OddGateway(2)
     await gateway.synced()
     gateway.app.body |= {"stream": True}

@@ -122,7 +122,7 @@ def test_salloc_wait_and_get_user_env(slurm: Client) -> None:
     late = slurm("salloc", "-W1", "--begin=now+1hour", "true", check=False)
     assert "Unable to allocate resources: Requested nodes are busy" in late.stderr
     show = ("sh", "-c", "echo ${OF_THIS_SHELL-none} $SLURM_JOB_NUM_NODES")
-    assert slurm("salloc", "-Q", "--get-user-env=5L", *show, env={"OF_THIS_SHELL": "1"}).stdout == "none 1\n"
+    assert slurm("salloc", "-Q", "--get-user-env=100L", *show, env={"OF_THIS_SHELL": "1"}).stdout == "none 1\n"
     assert slurm("salloc", "-Q", *show, env={"OF_THIS_SHELL": "1"}).stdout == "1 1\n"
 
 
