@@ -73,21 +73,21 @@ class Pages:
 
     def routes(self) -> list[Route]:
         """Return the routes of all pages for the ASGI application."""
-        pages: dict[str, Page] = {
+        shared: dict[str, Page] = {
             "/": self.overview,
             "/jobs": self.jobs,
             "/job/{job}": self.job,
-            "/job/{job}/log": self.log,
             "/nodes": self.nodes,
             "/node/{node}": self.node,
             "/queue": self.queue,
             "/services": self.services,
             "/use": self.use,
-            "/use/report": self.report,
         }
+        pages: dict[str, Page] = {"/job/{job}/log": self.log, "/use/report": self.report}
         others = (WorkPages(self._site), AdminPages(self._site))
         routes = [route for one in others for route in one.routes()]
-        return [*self._site.routes(pages), *routes, *self._site.own_routes()]
+        own = self._site.own_routes()
+        return [*self._site.shared_routes(shared), *self._site.routes(pages), *routes, *own]
 
     # ----- pages
 

@@ -12,11 +12,13 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 import jinja2
@@ -27,6 +29,7 @@ from starlette.routing import Route
 import hpcsched
 from hpcsched.errors import report_fault
 from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError, packed
+from hpcsched.gateway.balancing import RecentMap
 from hpcsched.gateway.charts import short
 from hpcsched.gateway.routes import TEXT
 from hpcsched.gateway.upstream import UpstreamError, UpstreamReply
@@ -40,6 +43,8 @@ Page = Callable[[Request], Awaitable[Response]]
 HISTORY_ROWS = 1000  # jobs of one answer
 # A page asks for itself again at most once in so long, for each page that is open: many pages are 10 % of a core together.
 REFRESH_MS_EACH = 80
+MOST_SHARED = 100  # pages
+SHARED_S = 1.0  # clocks, memory and load of nodes change without an event
 PACKAGE = Path(hpcsched.__file__).parent
 HERE = PACKAGE / "web"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -112,6 +117,20 @@ def read_job_templates(folders: Sequence[Path]) -> dict[str, JobTemplate]:
     return found
 
 
+class SharedPage(NamedTuple):
+    """A page for all requests of a user until something changes."""
+
+    made: asyncio.Task[Response]
+    begun_s: float
+
+    def is_fresh(self) -> bool:
+        """Return whether it is being made, or was made a moment ago."""
+        if not self.made.done():
+            return True
+        was_made = not self.made.cancelled() and self.made.exception() is None
+        return was_made and time.monotonic() - self.begun_s < SHARED_S
+
+
 class Site:
     """The templates and static files, which are read once, at the start."""
 
@@ -144,10 +163,35 @@ class Site:
             "short": short,
         }
         self._pages = {name: self._templates.get_template(name) for name in templates}
+        self._shared = RecentMap[SharedPage](MOST_SHARED)
 
     def routes(self, pages: Mapping[str, Page]) -> list[Route]:
         """Return the routes of these pages."""
         return [Route(path, self._guarded(page), methods=["GET"]) for path, page in pages.items()]
+
+    def shared_routes(self, pages: Mapping[str, Page]) -> list[Route]:
+        """Return the routes of pages that many browsers keep open, and ask for again after each change."""
+        return self.routes({path: partial(self._shared_page, page) for path, page in pages.items()})
+
+    async def _shared_page(self, page: Page, request: Request) -> Response:
+        """Return the page, made once for all requests of a user between two events.
+
+        The controller checks the credential of each of them: what it answers tells who asks, what that user may do,
+        and the last event.
+        """
+        self.app.admit(request)
+        me = await self.app.forward(request, "GET", "/v1/me")
+        if me.status != 200:
+            raise refused(me)
+        request.scope["state"]["me"] = json.loads(me.body)
+        takes_gzip = b"gzip" if "gzip" in request.headers.get("accept-encoding", "") else b""
+        asked = b"\0".join((me.body, request.scope["raw_path"], request.scope["query_string"], takes_gzip))
+        shared = self._shared.get(asked)
+        if shared is None or not shared.is_fresh():
+            shared = SharedPage(asyncio.ensure_future(page(request)), time.monotonic())
+            self._shared.put(asked, shared)
+        answer = await asyncio.shield(shared.made)
+        return Response(answer.body, answer.status_code, {**answer.headers, **self._pace()})
 
     def own_routes(self) -> list[Route]:
         """Return the routes of static files and of the page before a login."""
@@ -187,15 +231,21 @@ class Site:
     ) -> Response:
         """Return the page that the template `name` makes of the values."""
         body = self._pages[name].render({"me": None, "cluster": "", **values}).encode("utf-8", "replace")
-        pace = {"x-hpcsched-refresh-ms": str(REFRESH_MS_EACH * self.app.open_streams)}
-        return packed(request, body, HTML, {**PAGE_HEADERS, **pace, **(headers or {})}, status)
+        return packed(request, body, HTML, {**PAGE_HEADERS, **self._pace(), **(headers or {})}, status)
+
+    def _pace(self) -> dict[str, str]:
+        return {"x-hpcsched-refresh-ms": str(REFRESH_MS_EACH * self.app.open_streams)}
 
     async def load(self, request: Request, needed: Load, wanted: Load | None = None, known: Json | None = None) -> Json:
         """Return the controller's answers by name, added to those that are `known`.
 
         One of `wanted` that is refused is None. Raises ProblemError if one of `needed` is refused.
         """
-        head = {"ping": "/v1/ping", "me": "/v1/me"} if known is None else {}
+        head = {} if known is not None else {"ping": "/v1/ping"}
+        if known is None and "me" in request.scope["state"]:
+            known = {"me": request.scope["state"]["me"]}
+        elif known is None:
+            head["me"] = "/v1/me"
         everything = {**head, **needed, **(wanted or {})}
         for _ in everything:  # each counts: a page must not multiply what a user may ask for
             self.app.admit(request)

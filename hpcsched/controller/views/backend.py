@@ -237,10 +237,14 @@ class ControllerBackend(Reading):
         }
 
     def me(self, identity: Identity) -> Json:
-        """Return who asks: clients on other machines have neither the account nor its home."""
+        """Return who asks: clients on other machines have neither the account nor its home.
+
+        `last_event` tells whether anything has changed since another answer.
+        """
         actions = [action.value for action in Action if reach(identity, action) is not Reach.NONE]
         answer: Json = {"user": identity.user, "uid": identity.uid, "home": home_of(identity.uid)}
-        return answer | {"role": identity.role.value, "actions": actions}
+        last_event = self._controller.store.last_event()
+        return answer | {"role": identity.role.value, "actions": actions, "last_event": last_event}
 
     @property
     def metrics(self) -> ControllerMetrics:

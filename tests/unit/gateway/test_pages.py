@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -82,6 +83,7 @@ class Controller:
         self.history: list[dict[str, Any]] = []
         self.snapshot_at_s: float | None = None  # None: now
         self.log = b"one\n\x1b[31mtwo\x1b[0m\n<b>three</b>\n"
+        self.asked: Counter[str] = Counter()  # by path
 
     async def ask(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", timeout_s: float = 0
@@ -91,6 +93,7 @@ class Controller:
             return _error(401, "the session has ended", "UnauthenticatedError")
         parts = urlsplit(path)
         query = dict(parse_qsl(parts.query))
+        self.asked[parts.path] += 1
         try:
             answers = self._answers(identity, query) if method == "GET" else self._changes(identity, json.loads(body))
             found = await answers[_route(parts.path)](*_names(parts.path))
@@ -255,7 +258,8 @@ def controller(cluster: Cluster) -> Controller:
 
 
 @pytest.fixture
-def browser(cluster: Cluster, controller: Controller) -> Iterator[TestClient]:
+def browser(cluster: Cluster, controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    monkeypatch.setattr("hpcsched.gateway.site.SHARED_S", 0.0)  # many tests change what no event tells
     app = GatewayApp(controller, replace(cluster.state.config.gateway, rate=1e6, burst=1e6))  # type: ignore[arg-type]
     client = TestClient(app.asgi(Pages(Site(app)).routes()), base_url="https://head", follow_redirects=False)
     client.cookies.set(COOKIE, "anns")
@@ -1190,3 +1194,56 @@ def test_a_node_that_is_off_to_save_power_takes_jobs_and_is_no_problem() -> None
 def test_totals_and_troubles_of_no_nodes() -> None:
     assert totals([])["cpus"] == 0
     assert troubles({"not_taken": ["port changed"], "undecided": 2}, [])[0]["text"] == "port changed"
+
+
+# ----- a page that many browsers keep open
+
+
+@pytest.fixture
+def long_shared(browser: TestClient, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    monkeypatch.setattr("hpcsched.gateway.site.SHARED_S", 1e9)
+    return browser
+
+
+def test_a_page_is_made_once_for_all_browsers_of_a_user_until_an_event(
+    cluster: Cluster, long_shared: TestClient, controller: Controller
+) -> None:
+    cluster.submit(ANN, name="first", hold=True)
+    shown = {page(long_shared, "/") for _ in range(5)}
+    assert len(shown) == 1
+    assert (controller.asked["/v1/nodes"], controller.asked["/v1/me"]) == (1, 5)
+    cluster.submit(ANN, name="second", hold=True)
+    assert "second" in page(long_shared, "/")
+    assert controller.asked["/v1/nodes"] == 2
+
+
+def test_a_shared_page_is_that_of_one_user_address_and_encoding(
+    cluster: Cluster, long_shared: TestClient, controller: Controller
+) -> None:
+    cluster.submit(BOB, name="bobs-job", hold=True)
+    assert "bobs-job" not in words(page(long_shared, "/jobs?name=mine"))
+    assert "bobs-job" in words(page(long_shared, "/jobs"))
+    plain = long_shared.get("/jobs", headers={"accept-encoding": "identity"})
+    packed = long_shared.get("/jobs")
+    assert (plain.headers.get("content-encoding"), packed.headers["content-encoding"]) == (None, "gzip")
+    assert plain.text == packed.text
+    long_shared.cookies.set(COOKIE, "bobs")
+    assert re.search(r'class="who"><a href="/jobs\?user=bob"', page(long_shared, "/jobs"))
+
+
+def test_a_shared_page_is_refused_to_a_session_that_has_ended(cluster: Cluster, long_shared: TestClient) -> None:
+    page(long_shared, "/")
+    long_shared.cookies.set(COOKIE, "ended")
+    assert "Log in" in words(page(long_shared, "/", 401))
+
+
+def test_a_page_that_failed_is_made_again(
+    long_shared: TestClient, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(self: object, *args: object) -> None:
+        raise UnavailableError("cannot list nodes: it starts")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hpcsched.controller.views.backend.ControllerBackend.nodes", unavailable)
+        assert "it starts" in words(page(long_shared, "/nodes", 503))
+    assert "n1" in words(page(long_shared, "/nodes"))
