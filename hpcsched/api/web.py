@@ -96,6 +96,7 @@ class Request:
     credential_id: str = ""
     match_info: dict[str, str] = field(default_factory=dict)
     held_bytes: int = 0  # of memory, approximately
+    waits: bool = False  # its body is to be read: nothing has begun yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,7 @@ class Connection(asyncio.Protocol):
         self._coming: _Coming | None = None  # the request that is being received
         self._waiting: deque[Request | BadRequestError] = deque()  # received, and not yet answered
         self._task: asyncio.Task[None] | None = None
-        self._reads_only = False  # only the client needs its result
+        self._answered: Request | None = None  # whose handler is the task
         self._heard_s = 0.0
         self._asks_no_more = False
         self._began_s: float | None = None  # when the request that is being received began
@@ -290,9 +291,10 @@ class Connection(asyncio.Protocol):
             self._throttle.cancel()
         self._server.connections.discard(self)
         self._limits.goes(self._uid, self)
-        if self._task is not None and self._reads_only:
-            self._task.cancel()
-        # A handler that still runs is not cancelled: its request is completed.
+        # A handler that changes something is not cancelled: its request is completed.
+        if self._task is not None and self._answered is not None:
+            if self._answered.method == "GET" or self._answered.waits:  # its body is not counted any more
+                self._task.cancel()
         # it refers to us: without this, bodies stay in memory until the next garbage collection
         del self._parser
         self._coming = None
@@ -486,7 +488,7 @@ class Connection(asyncio.Protocol):
         if isinstance(request, Request):
             refused = self._why_refused(request)
             if refused is None:
-                self._reads_only = request.method == "GET"
+                self._answered = request
                 self._task = self._loop.create_task(self._answer(request))
                 return
             if request.scopes is not None:  # the connection also has requests of other users
@@ -525,7 +527,7 @@ class Connection(asyncio.Protocol):
         try:
             response = await self._server.router.find(request)(request)
         except asyncio.CancelledError:
-            self._task = None  # its error refers to us: without this, all that it held waits for a garbage collection
+            self._task = self._answered = None  # its error refers to us: without this, all that it held waits for a garbage collection
             raise
         except BadRequestError as error:
             response = self._server.refusal(error.status, f"cannot {request.method} {request.path}: {error}")
@@ -534,7 +536,7 @@ class Connection(asyncio.Protocol):
             response = self._server.refusal(500, str(wrong))
         if request.credential_id:  # the gateway counts by user
             response = replace(response, headers={**response.headers, "X-Hpcsched-Uid": str(request.uid)})
-        self._task = None
+        self._task = self._answered = None
         self._held_bytes -= request.held_bytes
         self._count()
         self._send(response, keep=keep)
@@ -640,11 +642,14 @@ class Bodies:
         self._turns = AnswerSlots(1, AT_ONCE)
         self._here = asyncio.Semaphore(1)
 
-    async def read(self, uid: int, body: bytes) -> Any:
+    async def read(self, uid: int, request: Request) -> Any:
         """Return the parsed body of the account `uid`. Raises RequestError, UnavailableError."""
+        body = request.body
         if len(body) <= SMALL_BYTES:
             return self._parse(body)
+        request.waits = True
         async with self._turns.turn(uid):
+            request.waits = False
             if len(body) <= LARGE_BYTES and body.count(b",") + body.count(b"[") + body.count(b"{") <= MANY_VALUES:
                 async with self._here:
                     await asyncio.sleep(0)

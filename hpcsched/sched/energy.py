@@ -53,6 +53,10 @@ class PowerCounts:
     def __bool__(self) -> bool:
         return bool(self.totals)
 
+    def counts_of(self, job: PendingJob, parts: Iterable[NodePart]) -> LicenseCounts:
+        """Return the licences and the power of `job` on these parts of nodes."""
+        return (*job.licenses, *self.of_parts(parts, job.gpu_power)) if self else job.licenses
+
     def of_parts(self, parts: Iterable[NodePart], gpu_power: int) -> LicenseCounts:
         """Return the watts of a job on these parts in each circuit.
 

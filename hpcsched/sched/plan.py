@@ -427,7 +427,7 @@ def _free_from(
         for part in parts:
             found_s = profiles[part.node].earliest(part.use, limit_s, found_s)
             found_s = _opens_s(closed.get(part.node, ()), limit_s, found_s)
-        found_s = placement.licenses.earliest(placement.counts_of(job, parts), limit_s, found_s)
+        found_s = placement.licenses.earliest(placement.power.counts_of(job, parts), limit_s, found_s)
         if found_s == start_s:
             break
         start_s = found_s

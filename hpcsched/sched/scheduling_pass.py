@@ -114,7 +114,6 @@ class RunTimes:
 
 
 Found = TypeVar("Found")
-CountsOf = Callable[[PendingJob, Sequence[NodePart]], LicenseCounts]
 
 
 def longest(fits: Callable[[float], Found | None], least_s: float, most_s: float) -> tuple[Found, float] | None:
@@ -196,14 +195,14 @@ class ReservedSlot:
 class ReservedSlots:
     """The reserved slots of one pass, at most one for each job.
 
-    `promises`: the slots that later passes keep. `counts_of`: the licences and the power of a job on some parts of nodes.
+    `promises`: the slots that later passes keep.
     """
 
-    def __init__(self, timeline: Timeline, licenses: FreeLicenses, counts_of: CountsOf) -> None:
+    def __init__(self, timeline: Timeline, licenses: FreeLicenses, power: PowerCounts) -> None:
         self.promises: dict[JobId, Promise] = {}
         self._timeline = timeline
         self._licenses = licenses
-        self._counts_of = counts_of
+        self._power = power
         self._slots: dict[JobId, ReservedSlot] = {}
 
     def of(self, job: PendingJob) -> ReservedSlot | None:
@@ -231,7 +230,7 @@ class ReservedSlots:
         """Reserve `parts` for `job`, which has no slot yet."""
         for part in parts:
             self._timeline.reserve(part.node, start_s, end_s, part.use)
-        counts = self._counts_of(job, parts)
+        counts = self._power.counts_of(job, parts)
         self._licenses.take(counts, start_s, end_s)
         self._slots[job.id] = ReservedSlot(
             partition=job.partition, start_s=start_s, end_s=end_s, parts=parts, licenses=counts
@@ -312,7 +311,7 @@ class Placement:
             (self._held_by(job), self.timeline.end_of(job)) for job in snapshot.running if job.licenses or self.power
         ]
         self.licenses = FreeLicenses(snapshot.now_s, self._total_licenses, held)
-        self.slots = ReservedSlots(self.timeline, self.licenses, self.counts_of)
+        self.slots = ReservedSlots(self.timeline, self.licenses, self.power)
         self._short_of_power: dict[JobId, LicenseCounts] = {}  # jobs that fit on nodes now: the power that they lack
         self._snapshot = snapshot
         self._never: dict[ShapeGroup | ComponentGroup, Wait | None] = {}
@@ -324,10 +323,6 @@ class Placement:
 
     def _held_by(self, job: RunningJob) -> LicenseCounts:
         return (*job.licenses, *self.power.of_shares(job.shares, job.gpu_power)) if self.power else job.licenses
-
-    def counts_of(self, job: PendingJob, parts: Iterable[NodePart]) -> LicenseCounts:
-        """Return the licences and the power of `job` on these parts of nodes."""
-        return (*job.licenses, *self.power.of_parts(parts, job.gpu_power)) if self.power else job.licenses
 
     def has_licenses(self, job: PendingJob, end_s: float) -> bool:
         """Say whether the licences of `job` are free from now until `end_s`."""
@@ -460,7 +455,7 @@ class Placement:
         group = self.group(job)
         while True:
             found = group.earliest(limit_s, from_s)
-            counts = self.counts_of(job, found[1]) if found is not None else ()
+            counts = self.power.counts_of(job, found[1]) if found is not None else ()
             if found is None or not counts:
                 return found
             from_s = self.licenses.earliest(counts, limit_s, found[0])
@@ -652,7 +647,7 @@ class SchedulingPass:
         time_limit_s = limit_s if limit_s < asked_s else None
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=time_limit_s))
         self.limits.started(job, held)
-        placement.licenses.take(placement.counts_of(job, parts), now_s, end_s)
+        placement.licenses.take(placement.power.counts_of(job, parts), now_s, end_s)
 
     def _take(self, part: NodePart, end_s: float) -> Share:
         grant = self.placement.timeline.start(part.node, end_s, part.use)

@@ -242,7 +242,7 @@ class _Routes:
         self._many = AnswerSlots(1, 1)  # one large submission at a time, over all users
 
     async def _body(self, request: web.Request) -> Json:
-        body: Json = await self._bodies.read(_uid_of(request), request.body)
+        body: Json = await self._bodies.read(_uid_of(request), request)
         return body
 
     async def _backend(self) -> ControllerBackend:

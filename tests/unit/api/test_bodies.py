@@ -38,6 +38,10 @@ async def _drain(identity: Any, verb: str, body: dict[str, Any]) -> dict[str, An
     return {"nodes": [body["nodes"]]}
 
 
+def _request(body: bytes) -> web.Request:
+    return web.Request(method="POST", path="/v1/submit", query={}, headers={}, body=body, peer=None)
+
+
 def _post(body: bytes, path: str = "/v1/submit") -> dict[str, Any]:
     """Return the answer to a request with this body."""
 
@@ -141,7 +145,7 @@ def test_a_large_submission_is_taken_as_a_small_one() -> None:
 def test_parts_of_a_large_body_say_what_it_says() -> None:
     jobs = [{"name": f"j{i}", "script": '\N{SNOWMAN}"\\"' + "x" * LARGE, "env": {"A": "\udcff"}} for i in range(200)]
     body = json.dumps({"request_id": "a", "jobs": jobs}).encode()
-    found = asyncio.run(Bodies(json.loads, MAX_JOBS).read(0, body))
+    found = asyncio.run(Bodies(json.loads, MAX_JOBS).read(0, _request(body)))
     assert found == {"request_id": "a", "jobs": jobs}
 
 
@@ -150,7 +154,7 @@ async def test_nobody_waits_while_a_large_body_is_read() -> None:
     """Others are answered meanwhile: the loop turns, and each turn is short."""
     body = b'{"request_id":"a","jobs":[' + b"[],[]," * 1_500_000 + b"[]]}"
     loop, longest_s, turns = asyncio.get_running_loop(), 0.0, 0
-    read = loop.create_task(Bodies(json.loads, MAX_JOBS).read(0, body))
+    read = loop.create_task(Bodies(json.loads, MAX_JOBS).read(0, _request(body)))
     before_s = loop.time()
     while not read.done():
         await asyncio.sleep(0.001)

@@ -412,6 +412,30 @@ async def test_e1_a_cancelled_answer_is_freed_without_garbage_collection(waits_f
 
 
 @played
+async def test_e1_a_large_body_whose_client_has_left_is_not_read_and_freed() -> None:
+    bodies, begun, told = web.Bodies(json.loads, 10), asyncio.Event(), []
+
+    async def submit(request: web.Request) -> web.Response:
+        begun.set()
+        told.append(await bodies.read(1, request))
+        return web.Response(b"{}")
+
+    server = web.Server(web.Router([web.post("/submit", submit)]), _refusal)
+    body = json.dumps(["x" * web.SMALL_BYTES]).encode()
+    head = b"POST /submit HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with _no_garbage_collection():
+        async with bodies._turns.turn(1):
+            with await _connected(server) as ours:
+                await asyncio.get_running_loop().sock_sendall(ours, head + body)
+                await begun.wait()
+                lost = _only_connection(server)
+            await _turns_of_the_loop()
+            assert lost() is None
+        await _turns_of_the_loop()
+    assert told == []
+
+
+@played
 @pytest.mark.parametrize(
     "request_bytes",
     [b"POST /echo HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n", b"GET /" + 70_000 * b"x", b"nonsense\r\n\r\n"],

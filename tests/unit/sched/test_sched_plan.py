@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -197,3 +198,20 @@ def test_an_empty_world_gives_an_empty_plan() -> None:
     assert world("1x4").plan().starts == ()
     nothing = world("1x4", waiting=["1: 1c 60s"], partitions=[Partition(name="main", nodes=(), default=True)])
     assert nothing.reasons() == {1: "ReqNodeNotAvail"}
+
+
+def test_e1_a_pass_leaves_no_garbage_in_circles() -> None:
+    """Each pass has the views of all jobs: they would stay in memory until a collection of old objects."""
+    queue = world(
+        "3x4",
+        running=["1: n2 1c 60s"],
+        waiting=["2: 3 nodes 4c 60s", "3: 1c 30s", "4: 2 nodes 4c 600s", "5: 1c 900s"],
+    )
+    queue.plan()
+    gc.collect()
+    gc.disable()
+    try:
+        queue.plan()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
