@@ -292,9 +292,9 @@ class Connection(asyncio.Protocol):
         self._server.connections.discard(self)
         self._limits.goes(self._uid, self)
         # A handler that changes something is not cancelled: its request is completed.
-        if self._task is not None and self._answered is not None:
-            if self._answered.method == "GET" or self._answered.waits:  # its body is not counted any more
-                self._task.cancel()
+        asked = self._answered
+        if self._task is not None and asked is not None and (asked.method == "GET" or asked.waits):
+            self._task.cancel()
         # it refers to us: without this, bodies stay in memory until the next garbage collection
         del self._parser
         self._coming = None
@@ -527,7 +527,8 @@ class Connection(asyncio.Protocol):
         try:
             response = await self._server.router.find(request)(request)
         except asyncio.CancelledError:
-            self._task = self._answered = None  # its error refers to us: without this, all that it held waits for a garbage collection
+            # Its error refers to us: without this, all that it held waits for a garbage collection.
+            self._task = self._answered = None
             raise
         except BadRequestError as error:
             response = self._server.refusal(error.status, f"cannot {request.method} {request.path}: {error}")

@@ -388,7 +388,7 @@ def _login_environment(how: str | bool) -> dict[str, str]:
     try:
         run = subprocess.run(command, env={**own, **few}, capture_output=True, timeout=limit_s, check=True, cwd="/")
     except subprocess.TimeoutExpired:
-        advice = f"its profile takes longer than {limit_s} s; allow it more time: --get-user-env={max(60, 10 * limit_s)}{found[2]}"
+        advice = f"allow its profile more than {limit_s} s: --get-user-env={max(60, 10 * limit_s)}{found[2]}"
         raise HallocError(f"cannot get the environment of {account.pw_name}'s login shell: {advice}") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise HallocError(f"cannot get the environment of {account.pw_name}'s login shell: {error}") from None
