@@ -365,7 +365,7 @@ class DecoderModel:
         blocks: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Read the part's weights, layer by layer.
+        """Read the part's weights, those of the vocabulary before the layers.
 
         Raises:
             ModelFileError: a tensor is missing, damaged or has another shape than config.json says.
@@ -378,8 +378,9 @@ class DecoderModel:
         self._ropes = {
             rope: RopeTable(rope, config.head_dim, self.device) for rope in set(config.ropes) if rope is not None
         }
-        self._layers = [loader.layer(index) for index in part.layers]
+        # The largest matrices first: while they are converted, the memory of the layers is free.
         self._embedding, self._head = loader.ends(first=self.is_first, last=self.is_last)
+        self._layers = [loader.layer(index) for index in part.layers]
         self._positions = loader.positions() if self.is_first else None
         self._final_norm = loader.final_norm() if self.is_last else None
         self.cache = KvCache(config, part, blocks, self.kind.hidden_dtype, self.device)

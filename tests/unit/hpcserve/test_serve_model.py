@@ -243,6 +243,20 @@ def test_sequences_share_the_blocks_of_a_prefix(directory: Path) -> None:
     assert (run(model, step(*rows)) - wanted).abs().max() < 1e-4
 
 
+def test_the_largest_matrices_are_read_before_the_layers_need_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, names = WeightFiles.read, []
+
+    def named(files: WeightFiles, name: str, *more: Span | None) -> Tensor:
+        names.append(name)
+        return read(files, name, *more)
+
+    monkeypatch.setattr(WeightFiles, "read", named)
+    load(tiny_model(tmp_path / "model"), "int8")
+    assert names[:2] == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 def test_smaller_numbers_are_near(directory: Path, kind: str) -> None:
     plan = step(StepRow(tokens=PROMPT, start=0, blocks=blocks_for(len(PROMPT)), logits=len(PROMPT)))
