@@ -249,8 +249,10 @@ class RosterServer:
             if self.over.is_set():
                 self._end(number)
             while (line := await reader.readline()) and number in self.roster.members:
-                self._handle(number, json.loads(messages.unwrapped(line)))
-                self.settle()
+                message = json.loads(messages.unwrapped(line))
+                self._handle(number, message)
+                if message["type"] != "heartbeat":  # ten a second of each member, and nothing follows from them
+                    self.settle()
         except (TimeoutError, OSError, ValueError, KeyError, TypeError, asyncio.LimitOverrunError) as error:
             why = f"its connection broke ({error})"
         else:
