@@ -124,7 +124,6 @@ class ServeFront:
         self._generation = -1
         self.inside = frozenset[int]()  # slots of the current generation
         self._leader_slot = -1
-        self._predicted = 0.0  # tokens/s of one stream; 0: unknown
         self._losses = 0  # since a generation was ready
         self.recovery = RecoveryTimes()  # of the generation that was lost last
         command = [sys.executable, "-P", "-m", "hpcserve.group.rank", str(settings.directory)]
@@ -247,16 +246,15 @@ class ServeFront:
                 members={member.number: (member.step, member.useful_s) for member in members},
             )
             measured, step_s = now.since(then)
-            then = now
-            if measured is None or self._predicted <= 0:
+            then, predicted = now, self._arrangement.tokens_s
+            if measured is None or predicted <= 0:
                 speeds.clear()  # a new generation, or too few requests of one stream
                 continue
             speeds.append(measured)
-            if replan(self._predicted, speeds):
+            if replan(predicted, speeds):
                 speeds.clear()
                 changes = self._arrangement.learn(step_s, members)
-                figures = f"{measured:.3g} tokens/s instead of {self._predicted:.3g}"
-                self._predicted = self._arrangement.tokens_s or self._predicted
+                figures = f"{measured:.3g} tokens/s instead of {predicted:.3g}"
                 say(f"the prediction was wrong twice, {figures}: " + ("a new plan" if changes else "the plan stays"))
                 if changes:
                     self._server.roster.renew()
@@ -315,7 +313,6 @@ class ServeFront:
     def _formed(self, news: Message) -> None:
         self._arrangement.formed(news)
         self._generation = int(str(news["generation"]))
-        self._predicted = float(str(news["tokens_s"]))
         slots = [self._server.roster.members[number].slot for number in self._arrangement.numbers]
         self.inside, self._leader_slot = frozenset(slots), slots[0]
         self._end_generation()
