@@ -90,13 +90,13 @@ class GroupArrangement:
 
     def learn_links(self, rows: object) -> None:
         """Use links that the last generation has measured: rows of two ranks, s, bytes/s."""
-        by_rank = dict(enumerate(self.numbers))
+        numbers = self.numbers
         for row in rows[:MOST_LINKS] if isinstance(rows, list) else ():
             match row:
-                case [int(low), int(high), float(latency_s), float(rate)] if low < high:
-                    if {low, high} <= by_rank.keys() and positive(latency_s) and positive(rate):
+                case [int(low), int(high), float(latency_s), float(rate)] if 0 <= low < high < len(numbers):
+                    if positive(latency_s) and positive(rate):
                         link = LinkFacts(latency_s=latency_s, rate_bytes_s=rate)
-                        self._links[frozenset((by_rank[low], by_rank[high]))] = link
+                        self._links[frozenset((numbers[low], numbers[high]))] = link
                         self._plans.clear()
 
     def _unmeasured(self, members: Sequence[Member]) -> list[list[int]]:
