@@ -113,7 +113,7 @@ _LOG = (("job", TEXT), ("stream", TEXT), ("offset", BYTES))
 # fmt: off
 ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute("GET", "/ping", "read", "Version, cluster, and counts of jobs and nodes"),
-    ApiRoute("GET", "/me", "read", "User, role, home directory and possible actions of the credential"),
+    ApiRoute("GET", "/me", "read", "User, role, home directory and possible actions of the credential; number of the last event"),
     ApiRoute("GET", "/jobs", "read", "Jobs, waiting, running and recently ended",
              (*_JOBS, ("fold", FLAG), *_PAGE), answer="page"),
     ApiRoute("GET", "/queue", "read", "The queue as text, as hqueue prints it", (*_JOBS, *_LISTING), answer="text"),

@@ -90,8 +90,10 @@ def why_no_jobs(views: Iterable[Json], partitions: Iterable[Json], accounting: A
     }
     found = {}
     for view in views:
-        if view["drained"] or view["state"] in NO_JOBS:
-            found[view["name"]] = f"its state is {view['state'].lower()}"
+        takes_none = view["state"] in NO_JOBS
+        if takes_none or view["drained"]:  # a node without power may be drained, too
+            state = view["state"] if takes_none else NodeState.DRAINED
+            found[view["name"]] = f"its state is {state.lower()}"
         elif view["name"] not in opened:
             found[view["name"]] = "no open partition with it takes your jobs"
     return found

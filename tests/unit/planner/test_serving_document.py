@@ -133,9 +133,11 @@ def test_only_nodes_on_which_a_job_of_the_user_can_start_are_used() -> None:
         view("n4"),
         view("n5"),
         view("n6"),
+        view("n7", drained=True, state="POWERED_DOWN"),
+        view("n8", state="POWERED_DOWN"),
     ]
     partitions = [
-        {"nodes": ["n1", "n2", "n3"], "up": True, "allow_accounts": []},
+        {"nodes": ["n1", "n2", "n3", "n7", "n8"], "up": True, "allow_accounts": []},
         {"nodes": ["n4"], "up": True, "allow_accounts": ["physics"]},
         {"nodes": ["n5"], "up": True, "allow_accounts": ["biology"]},
         {"nodes": ["n6"], "up": False, "allow_accounts": []},
@@ -148,6 +150,6 @@ def test_only_nodes_on_which_a_job_of_the_user_can_start_are_used() -> None:
         )
     )
     found = why_no_jobs(views, partitions, accounting, "ada")
-    assert sorted(found) == ["n2", "n3", "n5", "n6"]
-    assert found["n2"] == "its state is drained"
+    assert sorted(found) == ["n2", "n3", "n5", "n6", "n7"]
+    assert found["n2"] == found["n7"] == "its state is drained"
     assert found["n5"] == "no open partition with it takes your jobs"
