@@ -170,7 +170,7 @@ class Site:
         return [Route(path, self._guarded(page), methods=["GET"]) for path, page in pages.items()]
 
     def shared_routes(self, pages: Mapping[str, Page]) -> list[Route]:
-        """Return the routes of pages that many browsers keep open, and ask for again after each change."""
+        """Return the routes of pages that browsers keep open and ask for after each change."""
         return self.routes({path: partial(self._shared_page, page) for path, page in pages.items()})
 
     async def _shared_page(self, page: Page, request: Request) -> Response:
