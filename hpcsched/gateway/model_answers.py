@@ -146,10 +146,9 @@ class AnswerMeter:
             if self.failure:
                 return b""
         self.is_done = self.is_done or event == DONE or event.startswith(_ERROR)
-        if b'"usage"' in event and event.startswith(b"data:"):
-            choices = self._take(event[5:])
-            if choices == [] and not self._shows_usage:
-                return b""
+        has_usage = b'"usage"' in event and event.startswith(b"data:")
+        if has_usage and self._take(event[5:]) == [] and not self._shows_usage:
+            return b""
         return event + b"\n\n"
 
     def _take(self, text: bytes) -> Any:
@@ -157,7 +156,8 @@ class AnswerMeter:
         try:
             found = json.loads(text)
             usage = found.get("usage")
-            if isinstance(usage, dict):
+            # An event of a stream that has choices says what one of them used so far.
+            if isinstance(usage, dict) and not (self.is_stream and found.get("choices")):
                 self._has_usage = True
                 self.prompt_tokens = token_count(usage.get("prompt_tokens"))
                 self.completion_tokens = token_count(usage.get("completion_tokens"))

@@ -214,7 +214,10 @@ class ModelRequest:
         body = self.body | {"model": name}
         if self.is_stream:
             options = self.body.get("stream_options")
-            body["stream_options"] = (options if isinstance(options, dict) else {}) | {"include_usage": True}
+            options = dict(options) if isinstance(options, dict) else {}
+            if not self.shows_usage:
+                options.pop("continuous_usage_stats", None)  # has no effect without the usage
+            body["stream_options"] = options | {"include_usage": True}
         return json.dumps(body if self.resumed is None else {"request": body, "stream": self.resumed}).encode()
 
     def headers(self) -> list[tuple[str, str]]:

@@ -30,12 +30,14 @@ HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = 'wait. <tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 FINE = "hello world, the weather is fine"
+EACH_CHUNK = {"include_usage": True, "continuous_usage_stats": True}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "chat": (CHAT, FINE, {}),
     "stop-across-tokens": (CHAT, "one two three four", {"stop": ["o thr", "never"]}),
     "nearly-a-stop": (CHAT, "one two three four", {"stop": ["one two thx"]}),
     "choices": (CHAT, FINE, {"n": 3, "seed": 1}),
     "length": (CHAT, FINE, {"max_tokens": 2}),
+    "usage-in-each-chunk": (CHAT, FINE, {"n": 2, "seed": 1, "stream_options": EACH_CHUNK}),
     "logprobs": (CHAT, "hello w\u00f6rld", {"logprobs": True, "top_logprobs": 2}),
     "characters-of-bytes": (CHAT, "h\u00e9llo \u20ac \U0001f600!", {}),
     "tools": (CHAT, CALL, {"tools": [TOOL]}),
@@ -74,7 +76,7 @@ def read(text: bytes) -> tuple[dict[Any, list[Any]], set[Any]]:
         one = json.loads(re.sub(r'"call_\w+"', '"call"', event[6:]))
         names.add((one.pop("id"), one.pop("created")))
         if one["usage"]:
-            del one["usage"]["prompt_tokens_details"]
+            one["usage"].pop("prompt_tokens_details", None)
         found.setdefault(one["choices"][0]["index"] if one["choices"] else None, []).append(one)
     return found, names
 

@@ -93,6 +93,26 @@ def test_a_stream_has_the_text_of_the_whole_answer_and_its_usage(client: TestCli
         assert [one["finish_reason"] for one in own] == [None, None, "stop"]
 
 
+def test_a_stream_tells_the_usage_so_far_in_each_chunk(client: TestClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(chat(client, stream=True, stream_options=options, n=2).text)
+    last = chunks.pop()["usage"]
+    for index in range(2):
+        own = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [one["completion_tokens"] for one in own] == [1, 2, 3]
+        assert {one["total_tokens"] - one["completion_tokens"] for one in own} == {last["prompt_tokens"]}
+    assert last["completion_tokens"] == 6
+
+
+def test_the_description_names_the_model_and_the_events_of_streams(client: TestClient) -> None:
+    found = client.get("/openapi.json").json()
+    names = ["tiny", f"tiny@{VERSION}"]
+    assert found["components"]["schemas"]["CompletionRequest"]["properties"]["model"]["enum"] == names
+    assert found["paths"]["/v1/models/{name}"]["get"]["parameters"][0]["schema"]["enum"] == names
+    answers = found["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert answers["text/event-stream"]["schema"]["required"] == ["data"]
+
+
 def test_a_stop_string_across_tokens_ends_the_text_and_the_request(client: TestClient, engine: FakeEngine) -> None:
     engine.answer = lambda _: "one two three four five"
     answer = chat(client, stop=["o thr", "never"]).json()["choices"][0]

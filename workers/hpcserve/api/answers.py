@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
 import time
 import uuid
@@ -65,7 +66,7 @@ class AnswerForm:
             message["tool_calls"] = [_call_object(call) for call in calls]
         return {"message": message, **made}
 
-    def chunk(self, choice: Choice, delta: TextDelta, *, is_first: bool, with_usage: bool) -> dict[str, Any]:
+    def chunk(self, choice: Choice, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
         """Return a delta as an object of a stream."""
         made: dict[str, Any] = {"index": choice.request.index, "finish_reason": delta.finish}
         made["logprobs"] = self._logprobs(choice, delta.logprobs) if delta.logprobs else None
@@ -80,7 +81,7 @@ class AnswerForm:
             made["delta"] = content
         else:
             made["text"] = delta.text
-        return self._object(".chunk", [made]) | ({"usage": None} if with_usage else {})
+        return self._object(".chunk", [made])
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the object that ends a stream whose client asked for the usage."""
@@ -154,11 +155,15 @@ def usage(choices: Iterable[Choice]) -> dict[str, Any]:
     firsts = [choice for choice in choices if choice.request.is_first]
     prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
+    cached = {"prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)}}
+    return _token_counts(prompt_tokens, completion_tokens) | cached
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
     }
 
 
@@ -200,6 +205,14 @@ async def collected(deltas: AsyncIterator[Delta | None], choices: Sequence[Choic
     return found
 
 
+class StreamUsage(enum.Enum):
+    """Where a stream reports its usage."""
+
+    NOWHERE = "nowhere"
+    AT_END = "at end"
+    IN_EACH_CHUNK = "in each chunk"  # that of the chunk's choice so far; and at the end
+
+
 class SentEvents:
     """An answer as server-sent events; `first` is the first item of `deltas`, already taken."""
 
@@ -211,7 +224,7 @@ class SentEvents:
         deltas: AsyncIterator[Delta | None],
         *,
         limits: ApiLimits,
-        with_usage: bool,
+        usage: StreamUsage,
         with_tokens: bool,
         on_end: Callable[[], None],
     ) -> None:
@@ -220,7 +233,8 @@ class SentEvents:
         self._first = first
         self._deltas = deltas
         self._limits = limits
-        self._with_usage = with_usage
+        self._usage = usage
+        self._sent_tokens = {choice.request.index: len(choice.request.generate.sent) for choice in choices}
         self._with_tokens = with_tokens
         self._on_end = on_end
 
@@ -256,15 +270,26 @@ class SentEvents:
                         continue
                     choice, delta = item
                     index = choice.request.index
-                    chunk = self._form.chunk(choice, delta, is_first=index not in begun, with_usage=self._with_usage)
+                    chunk = self._form.chunk(choice, delta, is_first=index not in begun)
                     begun.add(index)
-                    yield self._named(choice, delta) + _event(chunk)
+                    yield self._named(choice, delta) + _event(chunk | self._chunk_usage(choice, delta))
         except Exception as error:
             yield _event(error_object(as_api_error(error)))
             return
-        if self._with_usage:
+        if self._usage is not StreamUsage.NOWHERE:
             yield _event(self._form.usage_chunk(self._choices))
         yield DONE
+
+    def _chunk_usage(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
+        """Return the field of a chunk for the usage, if the client asked for it."""
+        index = choice.request.index
+        self._sent_tokens[index] += len(delta.tokens)  # the choice itself may be ahead of what is sent
+        match self._usage:
+            case StreamUsage.NOWHERE:
+                return {}
+            case StreamUsage.AT_END:
+                return {"usage": None}
+        return {"usage": _token_counts(choice.prompt_tokens, self._sent_tokens[index])}
 
     def _named(self, choice: Choice, delta: TextDelta) -> bytes:
         """Return the comment that names the tokens of a delta, if they are wanted."""

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from hpcserve.api.answers import AnswerForm, SentEvents, collected, compact, usage, while_connected
+from hpcserve.api.answers import AnswerForm, SentEvents, StreamUsage, collected, compact, usage, while_connected
 from hpcserve.api.choices import Choice, generated
 from hpcserve.api.guard import (
     ApiError,
@@ -206,7 +206,7 @@ class ModelApi:
 
     async def openapi(self, _: Request) -> Response:
         """Describe this API."""
-        return JSONResponse(describe(self.name))
+        return JSONResponse(describe(self.name, self.version))
 
     async def metrics(self, _: Request) -> Response:
         """Return what is counted, in the text format of Prometheus."""
@@ -283,7 +283,6 @@ class ModelApi:
         # There is none if only the end of a stream is missing.
         first = await while_connected(anext(deltas, None), request.receive)
         self._time_first_token(time.monotonic() - begun_s)
-        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         with_tokens = request.headers.get(HEADER) in (NEW, RESUMED)
         return SentEvents(
             form,
@@ -291,7 +290,7 @@ class ModelApi:
             first,
             deltas,
             limits=self.limits,
-            with_usage=with_usage,
+            usage=stream_usage(body.get("stream_options") or {}),
             with_tokens=with_tokens,
             on_end=end,
         )
@@ -330,6 +329,13 @@ def checked_body(
         body, stream = taken_apart(body)
     check(body, REQUESTS[kind])
     return body, stream
+
+
+def stream_usage(options: Mapping[str, Any]) -> StreamUsage:
+    """Return where a stream with these options reports its usage."""
+    if not options.get("include_usage"):
+        return StreamUsage.NOWHERE
+    return StreamUsage.IN_EACH_CHUNK if options.get("continuous_usage_stats") else StreamUsage.AT_END
 
 
 def cache_salt(request: Request, body: Mapping[str, Any]) -> str:

@@ -28,17 +28,19 @@ USAGE = {
     "properties": {"prompt_tokens": {"type": "integer"}, "total_tokens": {"type": "integer"}},
     "required": ["prompt_tokens", "total_tokens"],
 }
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}  # of a stream
 
 
-def describe(name: str) -> dict[str, Any]:
-    """Return the description; `name` is the model's."""
+def describe(name: str, version: str) -> dict[str, Any]:
+    """Return the description; `name` and `version` are the model's."""
+    model_name = {"type": "string", "enum": [name, f"{name}@{version}"]}
     paths = {
         "/v1/chat/completions": _post("ChatCompletionRequest", "Answer a conversation", _answer("chat.completion")),
         "/v1/completions": _post("CompletionRequest", "Continue texts", _answer("text_completion")),
         "/v1/embeddings": _post("EmbeddingRequest", "Return a vector for each text", _list(USAGE)),
         "/v1/models": _get("List the models", _list(None)),
         "/v1/models/{name}": _get(
-            "Describe a model", {"type": "object", "required": ["id", "object"]}, parameter="name"
+            "Describe a model", {"type": "object", "required": ["id", "object"]}, parameters={"name": model_name}
         ),
         "/health": _get("Say that the process answers", {"type": "object"}),
         "/ready": _get("Say whether the model can answer", {"type": "object"}, not_ready=True),
@@ -46,9 +48,7 @@ def describe(name: str) -> dict[str, Any]:
     }
     schemas: dict[str, Any] = {key: dict(schema) for key, schema in REQUESTS.items()} | {"ErrorAnswer": ERROR}
     for key in REQUESTS:
-        properties = dict(schemas[key]["properties"])
-        properties["model"] = {"type": "string", "examples": [name]}
-        schemas[key]["properties"] = properties
+        schemas[key]["properties"] = {**schemas[key]["properties"], "model": model_name}
     return {
         "openapi": "3.1.0",
         "info": {"title": f"{name}, served by hpcsched", "version": "1"},
@@ -80,7 +80,7 @@ def _list(usage: Mapping[str, Any] | None) -> dict[str, Any]:
 def _post(request: str, summary: str, answer: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if request != "EmbeddingRequest":
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{request}"}}}
     return {
         "post": {
@@ -93,14 +93,16 @@ def _post(request: str, summary: str, answer: Mapping[str, Any]) -> dict[str, An
 
 
 def _get(
-    summary: str, answer: Mapping[str, Any], *, parameter: str | None = None, not_ready: bool = False
+    summary: str, answer: Mapping[str, Any], *, parameters: Mapping[str, Any] = {}, not_ready: bool = False
 ) -> dict[str, Any]:
     ok = {"description": "The answer", "content": {"application/json": {"schema": answer}}}
     made: dict[str, Any] = {"summary": summary, "responses": {"200": ok, **_errors()}}
     if not_ready:
         made["responses"]["503"] = ok
-    if parameter is not None:
-        made["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if parameters:
+        made["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": schema} for name, schema in parameters.items()
+        ]
     return {"get": made}
 
 

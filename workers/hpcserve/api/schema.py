@@ -74,7 +74,11 @@ SAMPLING: Schema = {
     "stream": optional("boolean"),
     "stream_options": optional(
         "object",
-        properties={"include_usage": optional("boolean"), "include_obfuscation": optional("boolean")},
+        properties={
+            "include_usage": optional("boolean"),
+            "continuous_usage_stats": optional("boolean"),  # vLLM's: the usage in each chunk
+            "include_obfuscation": optional("boolean"),
+        },
         additionalProperties=False,
     ),
 }
