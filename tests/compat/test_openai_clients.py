@@ -45,7 +45,16 @@ NODE_PACKAGES = Path(sys.prefix) / "npm" / "node_modules"
 CONTEXT_TOKENS = 2048
 HELLO = [{"role": "user", "content": "hello"}]
 LEAST_CASES = 10_000
-EXAMPLES = 600  # of each operation
+EXAMPLES = 3000  # of each operation; the cases of the coverage phase come on top
+LEAST_OF_SUITE = 40  # tests of LangChain that must run
+JOKE = {"setup": "Why?", "punchline": "Because."}
+CALLS: dict[str, object] = {  # calls of tools of LangChain's suite
+    "magic_function": {"input": 3},
+    "magic_function_no_args": {},
+    "greeting_generator": {"answer_style": "pirate"},
+    "get_weather": {"location": "San Francisco, CA"},
+    "Joke": JOKE,
+}
 
 
 class Place(BaseModel):
@@ -166,15 +175,28 @@ def test_lm_eval_gets_the_numbers_of_its_own_engine(address: str, directory: Pat
 
 
 @pytest.mark.minutes
+def test_guidellm_measures_the_model_without_a_failed_request(address: str, directory: Path, tmp_path: Path) -> None:
+    pytest.importorskip("guidellm", reason="NOT TESTED: guidellm is missing; make compat installs it")
+    (measured,) = json.loads(run_client("use_guidellm.py", address, str(directory), str(tmp_path)))["benchmarks"]
+    assert (measured["requests"]["errored"], measured["requests"]["incomplete"]) == ([], [])
+    assert [one["output_metrics"]["text_tokens"] for one in measured["requests"]["successful"]] == [12] * 6
+
+
+@pytest.mark.minutes
 def test_langchain_passes_its_own_suite(tmp_path: Path) -> None:
     pytest.importorskip("langchain_tests", reason="NOT TESTED: langchain-tests is missing; make compat installs it")
     engine = FakeEngine(byte_level(), prepared_answer, context_tokens=20_000)
     with served(made_app(engine)) as started:
         env = os.environ | {"OPENAI_BASE_URL": f"{started}/v1", "OPENAI_API_KEY": "none"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
+        # LangChain's client keeps its connections for the next test: all tests need the same event loop.
+        command += ["-o", "asyncio_default_test_loop_scope=session", "-o", "asyncio_default_fixture_loop_scope=session"]
         command += ["-o", "addopts=", "--rootdir", str(tmp_path), str(CLIENTS / "langchain_suite.py")]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-6000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found is not None, done.stdout[-2000:]
+    assert int(found[1]) >= LEAST_OF_SUITE
 
 
 def prepared_answer(prompt: str) -> str:
@@ -183,13 +205,13 @@ def prepared_answer(prompt: str) -> str:
     last = said[-1] if said else prompt
     if "tool\n" in prompt.rsplit("user\n", 1)[-1]:
         return "The result is in."
-    if "magic_function_no_args" in prompt:
-        return json.dumps({"name": "magic_function_no_args", "arguments": {}})
-    if "magic_function" in prompt:
-        return json.dumps({"name": "magic_function", "arguments": {"input": 3}})
-    if "joke" in last.lower():
-        return json.dumps({"setup": "Why?", "punchline": "Because."})
-    return "hello world, the weather is fine"
+    for name, arguments in CALLS.items():
+        if f'"{name}"' in prompt:  # the prompt describes this tool
+            return json.dumps({"name": name, "arguments": arguments})
+    if '"unicode_customer"' in prompt:
+        customer = {"customer_name": last.split("'")[1], "description": "a company"}
+        return json.dumps({"name": "unicode_customer", "arguments": customer}, ensure_ascii=False)
+    return json.dumps(JOKE) if "joke" in last.lower() else "hello world, the weather is fine"
 
 
 @pytest.mark.minutes

@@ -22,3 +22,13 @@ class TestServedModel(ChatModelIntegrationTests):
     def supports_anthropic_inputs(self) -> bool:
         """Forms of messages of another API are not read."""
         return False
+
+    @property
+    def supports_json_mode(self) -> bool:
+        """Any JSON object can be asked for."""
+        return True
+
+    @property
+    def model_override_value(self) -> str:
+        """The name of a model that requests may ask for instead."""
+        return "tiny"
