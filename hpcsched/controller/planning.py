@@ -417,7 +417,7 @@ ELIGIBLE = OVER_LIMIT | {
 }  # fmt: skip
 ENDING = frozenset({Reason.DEADLINE, Reason.DEPENDENCY_NEVER})
 NOTED = ELIGIBLE | ENDING | {Reason.RESERVATION}  # reasons that have consequences
-MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
+MANY_JOBS = 200  # changed in one tick: then the plan comes in the next
 
 
 class Waits:

@@ -33,7 +33,7 @@ from hpcsched.state.transaction import Transaction
 
 _STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
 SIGKILL = 9
-JOBS_PER_TICK = 500  # changed by one request in a tick; other requests are answered in between
+JOBS_PER_TICK = 200  # changed by one request in a tick; other requests are answered in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

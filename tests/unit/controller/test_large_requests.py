@@ -155,6 +155,7 @@ def jobs_of(cluster: Cluster, of: ArraySpec) -> Any:
 
 def test_ended_jobs_beyond_the_limit_leave_the_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tick, "ENDED_JOBS", 100)
+    monkeypatch.setattr(jobs, "JOBS_PER_TICK", 500)
     cluster = Cluster("n1")
     needed = cluster.submit(hold=True)
     cluster.submit(hold=True, dependency=(Dependency(kind=DependencyKind.AFTER_NOT_OK, job_ids=(needed,)),))
