@@ -90,7 +90,7 @@ class NodeWindow:
     """The last looks at a job's part of a node, oldest first, one value for each step.
 
     `job` and `machine` have the values by the series' key, None where nothing was measured.
-    `others_cpus`: CPUs that other jobs hold there.
+    `others_cpus`: CPUs of its machine that jobs hold besides.
     """
 
     node: NodeName

@@ -296,6 +296,7 @@ class Stage:
         found: dict[str, Any] = {}
 
         def enough() -> bool:
+            time.sleep(2 * INTERVAL_S)  # asked all the time, the command itself would be a load from outside
             answer = self._cluster.run("hwhy", "--slow", "--json", job, check=False)
             if answer.returncode:
                 return staged.cause is None and "COMPLETED" in answer.stderr

@@ -119,19 +119,29 @@ def _window(
 ) -> NodeWindow:
     """Return the samples of a job on one node."""
     node = cluster.nodes[share.node]
-    others = [other for other in cluster.jobs_on(share.node) if other.id != job.id]
     return NodeWindow(
         node=share.node,
         step_s=interval_s,
         cpus=share.cpus,
         node_cpus=node.spec.cpus,
-        others_cpus=sum(held.cpus for other in others for held in other.holding if held.node == share.node),
+        others_cpus=others_cpus(cluster, job, share),
         gpus=share.gpus,
         memory_limit_bytes=share.mem_mib << 20,
         link_bytes_per_s=node.spec.link_mbps * 1e6 / 8,
         job=_values(of_job, share.node),
         machine=_values(of_node, share.node),
     )
+
+
+def others_cpus(cluster: ClusterState, job: Job, share: Share) -> int:
+    """Return the CPUs that jobs hold on the machine of a share, without those of the share.
+
+    Several nodes may be on one machine, whose counters are those of all of them.
+    """
+    machine = cluster.nodes[share.node].machine_id
+    here = {name for name, node in cluster.nodes.items() if machine and node.machine_id == machine} | {share.node}
+    held = [(one.id, part) for one in cluster.active_jobs() for part in one.holding if part.node in here]
+    return sum(part.cpus for number, part in held if (number, part.node) != (job.id, share.node))
 
 
 def _source(kind: str, name: str) -> Json:

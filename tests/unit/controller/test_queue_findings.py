@@ -10,6 +10,7 @@ from cluster import ANN, BOB, ROOT, Cluster, Identity
 
 from hpcsched.auth.authorize import HIDEABLE
 from hpcsched.controller.requests import reservations
+from hpcsched.controller.views.findings import others_cpus
 
 
 def findings(cluster: Cluster, identity: Identity = ROOT) -> list[dict[str, Any]]:
@@ -68,3 +69,15 @@ def test_a_queue_that_waits_for_jobs_is_well_and_a_private_one_is_not_judged() -
     backend = cluster.backend()
     hidden = replace(BOB, hidden=frozenset(HIDEABLE.values()))
     assert "[privacy]" in asyncio.run(backend.slow_queue(hidden))["text"]
+
+
+def test_cpus_of_a_jobs_other_part_on_the_same_machine_are_no_load_from_outside() -> None:
+    cluster = Cluster("n1", "n2")
+    job = cluster.job(cluster.submit(ANN, nodes_min=2, ntasks=2, cpus_per_task=1, exclusive=False))
+    cluster.submit(BOB, ntasks=1, cpus_per_task=1, nodelist=("n1",), exclusive=False)
+    cluster.tick()
+    job = cluster.job(job.id)
+    assert [others_cpus(cluster.state, job, share) for share in job.shares] == [1, 0]
+    for name, node in cluster.state.nodes.items():
+        cluster.state.nodes[name] = replace(node, machine_id="both")
+    assert [others_cpus(cluster.state, job, share) for share in job.shares] == [2, 2]
