@@ -40,6 +40,7 @@ Json = dict[str, Any]
 Load = Mapping[str, str]  # what a page needs: a name, and the controller's path
 Page = Callable[[Request], Awaitable[Response]]
 
+HEAD: Load = {"ping": "/v1/ping", "me": "/v1/me"}  # what each page shows
 HISTORY_ROWS = 1000  # jobs of one answer
 # A page asks for itself again at most once in so long, for each page that is open: many pages are 10 % of a core together.
 REFRESH_MS_EACH = 80
@@ -180,7 +181,7 @@ class Site:
         and the last event.
         """
         self.app.admit(request)
-        me = await self.app.forward(request, "GET", "/v1/me")
+        me = await self.app.forward(request, "GET", HEAD["me"])
         if me.status != 200:
             raise refused(me)
         request.scope["state"]["me"] = json.loads(me.body)
@@ -241,16 +242,13 @@ class Site:
 
         One of `wanted` that is refused is None. Raises ProblemError if one of `needed` is refused.
         """
-        head = {} if known is not None else {"ping": "/v1/ping"}
-        if known is None and "me" in request.scope["state"]:
-            known = {"me": request.scope["state"]["me"]}
-        elif known is None:
-            head["me"] = "/v1/me"
+        state = request.scope["state"]
+        found: Json = {name: state[name] for name in HEAD if name in state} if known is None else dict(known)
+        head = {name: path for name, path in HEAD.items() if name not in found}
         everything = {**head, **needed, **(wanted or {})}
         for _ in everything:  # each counts: a page must not multiply what a user may ask for
             self.app.admit(request)
         replies = await asyncio.gather(*(self.app.forward(request, "GET", path) for path in everything.values()))
-        found: Json = {} if known is None else dict(known)
         for name, reply in zip(everything, replies, strict=True):
             if reply.status == 200:
                 found[name] = json.loads(reply.body)
