@@ -57,6 +57,10 @@ class PowerCounts:
         """Return the licences and the power of `job` on these parts of nodes."""
         return (*job.licenses, *self.of_parts(parts, job.gpu_power)) if self else job.licenses
 
+    def held_by(self, job: RunningJob) -> LicenseCounts:
+        """Return the licences and the power that `job` holds."""
+        return (*job.licenses, *self.of_shares(job.shares, job.gpu_power)) if self else job.licenses
+
     def of_parts(self, parts: Iterable[NodePart], gpu_power: int) -> LicenseCounts:
         """Return the watts of a job on these parts in each circuit.
 

@@ -47,7 +47,7 @@ from hpcsched.sched.queues import (
     wait_for_reservation,
 )
 from hpcsched.sched.sentences import listed, needs, plural
-from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, PromisedPart, RunningJob, Snapshot, allows
+from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, PromisedPart, Snapshot, allows
 from hpcsched.sched.tres import Held, held_by, held_of
 
 SUM_ERROR_S = 1e-6  # more than the rounding error of a sum of Unix times
@@ -308,7 +308,9 @@ class Placement:
         self.power = PowerCounts(snapshot.circuits, snapshot.nodes)
         self._total_licenses = {**dict(snapshot.ledger.accounting.licenses), **self.power.totals}
         held = [
-            (self._held_by(job), self.timeline.end_of(job)) for job in snapshot.running if job.licenses or self.power
+            (self.power.held_by(job), self.timeline.end_of(job))
+            for job in snapshot.running
+            if job.licenses or self.power
         ]
         self.licenses = FreeLicenses(snapshot.now_s, self._total_licenses, held)
         self.slots = ReservedSlots(self.timeline, self.licenses, self.power)
@@ -320,9 +322,6 @@ class Placement:
     def group(self, job: PendingJob) -> ShapeGroup | ComponentGroup:
         """Return the group of jobs of the same shape, partition and reservation."""
         return self.groups.of(job, self.queues.of(job).nodes)
-
-    def _held_by(self, job: RunningJob) -> LicenseCounts:
-        return (*job.licenses, *self.power.of_shares(job.shares, job.gpu_power)) if self.power else job.licenses
 
     def has_licenses(self, job: PendingJob, end_s: float) -> bool:
         """Say whether the licences of `job` are free from now until `end_s`."""
