@@ -32,6 +32,7 @@ from threading import Semaphore, Thread
 
 from hpcsched.controller.preemption import exempt_until_s, unanswered_at_s
 from hpcsched.controller.requests import reservations
+from hpcsched.controller.requests.jobs import JOBS_PER_TICK
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.events import BecameEligible, ClockStepped, EndRequested
 from hpcsched.lifecycle.job import cut_at_s, limit_at_s
@@ -417,7 +418,9 @@ ELIGIBLE = OVER_LIMIT | {
 }  # fmt: skip
 ENDING = frozenset({Reason.DEADLINE, Reason.DEPENDENCY_NEVER})
 NOTED = ELIGIBLE | ENDING | {Reason.RESERVATION}  # reasons that have consequences
-MANY_JOBS = 200  # changed in one tick: then the plan comes in the next
+# Changed in one tick: then the plan comes in the next. A part of a large request is as many: each part with a plan of its own
+# would take several times as long.
+MANY_JOBS = JOBS_PER_TICK
 
 
 class Waits:
